@@ -1,5 +1,6 @@
-"""Wheels: with the demo model and the .proto files in `baton/shipped`, and with the native kernels by `make wheel`, which sets
-BATON_WHEEL_FOR to an architecture. Without it the wheel is for any machine, and each compiles its kernels at its first start."""
+"""Wheels: with the demo model and the .proto files in `baton/shipped`, and with the native kernels by `make wheel`,
+which sets BATON_WHEEL_FOR to an architecture. Without it the wheel is for any machine, and each compiles its kernels at
+its first start."""
 
 import importlib.util
 import os
@@ -13,7 +14,8 @@ from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_py import build_py
 
 MACHINE = os.environ.get("BATON_WHEEL_FOR")
-# Of libstdc++'s versions, the glibc that systems with it have at least (as PEP 600's policies say): 3.4.29 comes with 2.34.
+# Of libstdc++'s versions, the glibc that systems with it have at least (as PEP 600's policies say): 3.4.29 comes with
+# 2.34.
 GLIBC_OF = {19: 17, 24: 28, 28: 31, 29: 34, 30: 35}
 ROOT = Path(__file__).parent
 NATIVE = ROOT / "baton" / "engine" / "native"

@@ -1,7 +1,7 @@
 """Sum up one run of the tests, and note in a file which were flaky: .ci/results.py FOLDER FILE.
 
-FOLDER holds first.xml and, where something was run once more, again.xml (JUnit). A test that failed first and then passed
-is flaky. FILE gets a line of JSON for each run; at most 1 flaky test in 2,000 is what the project allows itself.
+FOLDER holds first.xml and, where something was run once more, again.xml (JUnit). A test that failed first and then
+passed is flaky. FILE gets a line of JSON for each run; at most 1 flaky test in 2,000 is what the project allows itself.
 """
 
 import json

@@ -4,11 +4,11 @@
     BATON_FAILPOINTS=@/path/of/a/file          the same text, read again whenever the file changes
 
 NAME[VALUE]=ACTION[:SECONDS][@N][/PATH]. `[VALUE]`, written so: only where that number is among what is passed there.
-With @N only the Nth time that the place is passed (counted since the text was read). With /PATH only for the
-process that removes that file: of several one, once. Actions: sleep (blocks the thread that
-passes, or the task where `hit_in_task` is passed), kill (SIGKILL), freeze (SIGSTOP), fail (raises FailpointError), wedge (the thread never comes back), skew (a
-clock that is read there is that many seconds off). The names are those in POINTS; any other is refused at start. What
-happens once is printed to stderr.
+With @N only the Nth time that the place is passed (counted since the text was read). With /PATH only for the process
+that removes that file: of several one, once. Actions: sleep (blocks the thread that passes, or the task where
+`hit_in_task` is passed), kill (SIGKILL), freeze (SIGSTOP), fail (raises FailpointError), wedge (the thread never comes
+back), skew (a clock that is read there is that many seconds off). The names are those in POINTS; any other is refused
+at start. What happens once is printed to stderr.
 """
 
 import asyncio

@@ -21,8 +21,9 @@ SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "
 STRING, ARRAY = 8, 9
 TOKENIZER = "tokenizer."
 CONTROL, USER_DEFINED = 3, 4  # token types
-# What ends a text: ids that a file names, and, since most name one of several, control tokens by their text, as llama.cpp's
-# llama-vocab.cpp has them; also those of the other type, which converters give to added tokens that are not special.
+# What ends a text: ids that a file names, and, since most name one of several, control tokens by their text, as
+# llama.cpp's llama-vocab.cpp has them; also those of the other type, which converters give to added tokens that are not
+# special.
 _END_KEYS = tuple(f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom"))
 _END_TEXTS = frozenset((
     "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<|im_end|>", "<|endoftext|>", "<|end|>", "</s>", "<EOT>",

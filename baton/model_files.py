@@ -1,4 +1,5 @@
-"""Files of a model that are not what their names say, or not where they may be. Plain Python, for gateway and engine alike."""
+"""Files of a model that are not what their names say, or not where they may be. Plain Python, for gateway and engine
+alike."""
 
 import os
 from pathlib import Path
@@ -12,9 +13,9 @@ _SOURCES = {
 
 
 def why_not_itself(path: Path) -> str | None:
-    """Return what stands in place of a file, and what to do: a link that leads nowhere, as a cache that was cleared leaves them, or
-    Git LFS's pointer, as a clone without it does; or of what one that is not there can be made. None: the file itself, or
-    none that can be read."""
+    """Return what stands in place of a file, and what to do: a link that leads nowhere, as a cache that was cleared
+    leaves them, or Git LFS's pointer, as a clone without it does; or of what one that is not there can be made. None:
+    the file itself, or none that can be read."""
     if path.is_symlink() and not path.exists():
         return f"is a link to {os.readlink(path)}, which is not there; fetch the model again"
     try:
@@ -29,8 +30,8 @@ def why_not_itself(path: Path) -> str | None:
 
 
 def below_root(root: Path, path: str) -> Path | None:
-    """Return what `path` names below `root`, links followed; None: it leads elsewhere, or names `root` by being empty. Raises
-    ValueError for what can name nothing."""
+    """Return what `path` names below `root`, links followed; None: it leads elsewhere, or names `root` by being empty.
+    Raises ValueError for what can name nothing."""
     try:
         found = (root / path).resolve()
     except (ValueError, RuntimeError, OSError) as error:  # a NUL in it; links in a circle, until Python 3.12

@@ -41,8 +41,8 @@ def adapter_feature(identity: bytes) -> str:
 
 
 def check_model_name(name: str | None, setting: str) -> None:
-    """Raise ValueError, which begins with `setting`, for a name that cannot stand in requests, labels of metrics and log
-    lines; None is no name."""
+    """Raise ValueError, which begins with `setting`, for a name that cannot stand in requests, labels of metrics and
+    log lines; None is no name."""
     if name is not None and (not 0 < len(name) <= MAX_MODEL_NAME or not name.isprintable() or name != name.strip()):
         raise ValueError(f"{setting} {name[:40]!r}: give 1 to {MAX_MODEL_NAME} printable characters")
 

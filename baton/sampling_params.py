@@ -48,8 +48,8 @@ def _is_shift(value: float) -> bool:
 
 
 def settle_temperature(value: float) -> float:
-    """Return the temperature to draw with: one above 0 that is below the least is 0, as programs mean it that send 1e-8 where
-    another server wants more than 0."""
+    """Return the temperature to draw with: one above 0 that is below the least is 0, as programs mean it that send 1e-8
+    where another server wants more than 0."""
     return 0.0 if 0 < value < _MIN_SCALE else value
 
 

@@ -1,5 +1,5 @@
-"""What Linux has and other systems have otherwise: memory that processes share, the user behind a socket, cores, sizes, the
-boot, and a child's end with its parent's.
+"""What Linux has and other systems have otherwise: memory that processes share, the user behind a socket, cores, sizes,
+the boot, and a child's end with its parent's.
 
 Everything that stands here has an alternative of POSIX or of macOS. No other system than Linux was ever tried; tests
 choose the alternatives on Linux, as far as it has them.
@@ -27,9 +27,9 @@ PAGE = mmap.PAGESIZE
 _MADV_DONTNEED, _MADV_REMOVE = 4, 9
 _CGROUPS, _OWN_CGROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
-# Becomes the program at the end of its arguments. On Linux the kernel is asked to kill it with its parent; elsewhere nobody
-# is there to ask, and a worker whose parent was killed has to be ended by hand. Not a preexec_fn: that runs between fork
-# and exec, where children of a process with gRPC's threads were seen to die of SIGSEGV and SIGABRT.
+# Becomes the program at the end of its arguments. On Linux the kernel is asked to kill it with its parent; elsewhere
+# nobody is there to ask, and a worker whose parent was killed has to be ended by hand. Not a preexec_fn: that runs
+# between fork and exec, where children of a process with gRPC's threads were seen to die of SIGSEGV and SIGABRT.
 RUN_WITH_PARENT = """
 import ctypes, os, signal, sys
 parent, *argv = sys.argv[1:]
@@ -45,8 +45,8 @@ except OSError as error:
 
 
 def with_home(path: str) -> Path:
-    """Expand `~` as the first part of a path. A user without a home has it where Debian says that there is none; the name of
-    a user who is not known stays, as in shells."""
+    """Expand `~` as the first part of a path. A user without a home has it where Debian says that there is none; the
+    name of a user who is not known stays, as in shells."""
     expanded = Path(os.path.expanduser(path))
     return Path("/nonexistent", *expanded.parts[1:]) if expanded.parts[:1] == ("~",) else expanded
 
@@ -57,14 +57,16 @@ def cores() -> list[int]:
 
 
 class CpuQuota(NamedTuple):
-    """What a group of processes may compute at once, in whole cores, and a number that no other group of this host has."""
+    """What a group of processes may compute at once, in whole cores, and a number that no other group of this host
+    has."""
 
     cores: int
     group: int
 
 
 def cpu_quota() -> CpuQuota | None:
-    """Return the least that a container, a service or what is around it may use of the cores; None where nothing bounds them."""
+    """Return the least that a container, a service or what is around it may use of the cores; None where nothing bounds
+    them."""
     found = None
     for folder in _cgroups("cpu"):
         try:
@@ -81,8 +83,8 @@ def cpu_quota() -> CpuQuota | None:
 
 
 def throttled_periods() -> tuple[int, int]:
-    """Return in how many periods the group that has the quota was stopped, as it had used it up, and of how many in which it
-    computed; zeros where there is none."""
+    """Return in how many periods the group that has the quota was stopped, as it had used it up, and of how many in
+    which it computed; zeros where there is none."""
     group = quota.group if (quota := cpu_quota()) is not None else None
     for folder in _cgroups("cpu"):
         if folder.exists() and folder.stat().st_ino == group:
@@ -98,7 +100,8 @@ def num_cores() -> int:
 
 
 def numa_nodes(pid: int) -> list[int]:
-    """Return the memory nodes whose cores a process may use, in order; empty elsewhere, and where the kernel has no nodes."""
+    """Return the memory nodes whose cores a process may use, in order; empty elsewhere, and where the kernel has no
+    nodes."""
     allowed = os.sched_getaffinity(pid) if LINUX else set()
     found = []
     for path in Path("/sys/devices/system/node").glob("node[0-9]*/cpulist"):
@@ -125,8 +128,8 @@ def shared_memory(num_bytes: int) -> tuple[int, int]:
 
 
 def reserve(fd: int, num_bytes: int) -> None:
-    """Give a file at least this size, and on Linux its bytes room in the file system: a store into a mapping is SIGBUS where there
-    is a hole and no room. Raises OSError."""
+    """Give a file at least this size, and on Linux its bytes room in the file system: a store into a mapping is SIGBUS
+    where there is a hole and no room. Raises OSError."""
     if LINUX:
         os.posix_fallocate(fd, 0, num_bytes)
     elif os.fstat(fd).st_size < num_bytes:
@@ -134,8 +137,8 @@ def reserve(fd: int, num_bytes: int) -> None:
 
 
 def give_back_pages(address: int, num_bytes: int) -> None:
-    """Give the whole pages within these bytes of this process's memory back; they come again as zeros when they are touched, and so
-    they do in other mappings of a file. Linux only."""
+    """Give the whole pages within these bytes of this process's memory back; they come again as zeros when they are
+    touched, and so they do in other mappings of a file. Linux only."""
     first = -(-address // PAGE) * PAGE
     length = (address + num_bytes) // PAGE * PAGE - first
     if length > 0:
@@ -152,7 +155,8 @@ def trim_heap() -> None:
 
 
 class _MallInfo(ctypes.Structure):
-    """struct mallinfo2 of glibc; `hblkhd`: in blocks that are mapped, `uordblks`: in the heaps, `fordblks`: free there."""
+    """struct mallinfo2 of glibc; `hblkhd`: in blocks that are mapped, `uordblks`: in the heaps, `fordblks`: free
+    there."""
 
     _fields_ = [
         (name, ctypes.c_size_t)
@@ -172,8 +176,8 @@ def _mallinfo():
 
 
 def heap_bytes() -> dict[str, int]:
-    """Return the bytes that malloc has `used` and those that it holds `free`; empty where it does not tell. It counts its free
-    pieces: 17 ms with 100,000 of them."""
+    """Return the bytes that malloc has `used` and those that it holds `free`; empty where it does not tell. It counts
+    its free pieces: 17 ms with 100,000 of them."""
     if (function := _mallinfo()) is None:
         return {}
     info = function()
@@ -181,8 +185,8 @@ def heap_bytes() -> dict[str, int]:
 
 
 def keeps_its_size(fd: int) -> bool:
-    """Whether a file that another process sent cannot shrink, so that a reader of its mapping never meets SIGBUS. Elsewhere
-    it cannot be asked: macOS lets the size of shared memory be set once."""
+    """Whether a file that another process sent cannot shrink, so that a reader of its mapping never meets SIGBUS.
+    Elsewhere it cannot be asked: macOS lets the size of shared memory be set once."""
     if not LINUX:
         return True
     try:
@@ -192,8 +196,8 @@ def keeps_its_size(fd: int) -> bool:
 
 
 def lock_byte(fd: int, at: int) -> bool:
-    """Lock a byte of a file until this descriptor of it is closed; return whether nobody else has. Elsewhere than on Linux the lock is the
-    process's, and ends with any descriptor of the file."""
+    """Lock a byte of a file until this descriptor of it is closed; return whether nobody else has. Elsewhere than on
+    Linux the lock is the process's, and ends with any descriptor of the file."""
     try:
         if LINUX:
             fcntl.fcntl(fd, fcntl.F_OFD_SETLK, struct.pack("hhqqi", fcntl.F_WRLCK, os.SEEK_SET, at, 1, 0))
@@ -231,8 +235,8 @@ def user_behind(sock: socket.socket) -> int:
 
 
 def num_unacknowledged(sock: socket.socket) -> int:
-    """Return how many bytes written to a TCP connection the other side has yet to acknowledge (tcp(7), SIOCOUTQ); 0 where
-    that is not told, or it is closed."""
+    """Return how many bytes written to a TCP connection the other side has yet to acknowledge (tcp(7), SIOCOUTQ); 0
+    where that is not told, or it is closed."""
     num = bytearray(4)
     try:
         fcntl.ioctl(sock.fileno(), termios.TIOCOUTQ, num)
@@ -242,8 +246,8 @@ def num_unacknowledged(sock: socket.socket) -> int:
 
 
 def run_and_wait_ns(thread_id: int | None = None, pid: int | None = None) -> dict[int, tuple[int, int]]:
-    """Nanoseconds for which each thread of a process (this one if not given), or one, has run, and has waited for a core, by its id.
-    Empty elsewhere, and where the kernel does not count them."""
+    """Nanoseconds for which each thread of a process (this one if not given), or one, has run, and has waited for a
+    core, by its id. Empty elsewhere, and where the kernel does not count them."""
     found = glob.glob(f"/proc/{pid or 'self'}/task/{thread_id or '*'}/schedstat") if LINUX else []
     rows = {path: _text_of(path).split() for path in found}
     return {int(path.split("/")[4]): (int(row[0]), int(row[1])) for path, row in rows.items() if row}
@@ -257,7 +261,8 @@ def memory_bytes() -> int:
 
 
 def memory_limit() -> int:
-    """Return the bytes that this process may have: the machine's memory, or its container's limit where that is less."""
+    """Return the bytes that this process may have: the machine's memory, or its container's limit where that is
+    less."""
     sizes = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
     for folder in _cgroups("memory"):
         for name in ("memory.max", "memory.limit_in_bytes"):
@@ -269,15 +274,16 @@ def memory_limit() -> int:
 
 
 class GroupEvents(NamedTuple):
-    """How often a limit of a group of processes has told: the kernel killed one for want of memory, and refused a thread or another
-    process."""
+    """How often a limit of a group of processes has told: the kernel killed one for want of memory, and refused a
+    thread or another process."""
 
     num_killed: int
     num_refused: int
 
 
 def group_events() -> GroupEvents:
-    """Return what has happened so far in the group that this process is in; zeros where nobody counts. Children are in it too."""
+    """Return what has happened so far in the group that this process is in; zeros where nobody counts. Children are in
+    it too."""
     killed = _count_of("oom_kill", "memory", "memory.events", "memory.oom_control")
     return GroupEvents(killed, _count_of("max", "pids", "pids.events"))
 
@@ -312,8 +318,8 @@ def boot_id() -> str:
 
 
 def _cgroups(controller: str) -> list[Path]:
-    """Return the folders of the groups that this process is in, each behind those within it, as far as they are mounted here: of
-    version 2, and of version 1 for this controller. In a container its own group is where they are mounted."""
+    """Return the folders of the groups that this process is in, each behind those within it, as far as they are mounted
+    here: of version 2, and of version 1 for this controller. In a container its own group is where they are mounted."""
     folders = []
     for line in _text_of(str(_OWN_CGROUPS)).splitlines():
         _, names, path = line.split(":", 2)

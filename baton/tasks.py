@@ -1,5 +1,5 @@
-"""Tasks that run for as long as their process does: one that fails says so and begins again. What is awaited to its end though its
-caller is cancelled, and what gRPC leaves to its callers to cancel."""
+"""Tasks that run for as long as their process does: one that fails says so and begins again. What is awaited to its end
+though its caller is cancelled, and what gRPC leaves to its callers to cancel."""
 
 import asyncio
 import logging
@@ -21,8 +21,8 @@ async def supervise(
     fatal: tuple[type[Exception], ...] = (),
     on_failure: Callable[[Exception], None] = lambda error: None,
 ) -> NoReturn:
-    """Runs `work()` until cancelled. When it fails, or returns, `on_failure(error)` is called and it begins again after a
-    pause that doubles. Raises what is one of `fatal`."""
+    """Runs `work()` until cancelled. When it fails, or returns, `on_failure(error)` is called and it begins again after
+    a pause that doubles. Raises what is one of `fatal`."""
     loop, pause_s = asyncio.get_running_loop(), FIRST_PAUSE_S
     while True:
         began = loop.time()
@@ -52,20 +52,21 @@ def start(
     fatal: tuple[type[Exception], ...] = (),
     on_failure: Callable[[Exception], None] = lambda error: None,
 ) -> asyncio.Task[NoReturn]:
-    """Return a supervised task of that name, in `group` if there is one; to be cancelled. `fatal` and `on_failure` as of
-    `supervise`."""
+    """Return a supervised task of that name, in `group` if there is one; to be cancelled. `fatal` and `on_failure` as
+    of `supervise`."""
     supervised = supervise(name, work, fatal=fatal, on_failure=on_failure)
     return (group or asyncio).create_task(supervised, name=name)
 
 
 def is_cancelled() -> bool:
-    """Return whether the running task was cancelled. What it awaits may swallow the CancelledError, as redis-py 8.1 does
-    at times."""
+    """Return whether the running task was cancelled. What it awaits may swallow the CancelledError, as redis-py 8.1
+    does at times."""
     return (task := asyncio.current_task()) is not None and task.cancelling() > 0
 
 
 async def await_despite_cancel(future: asyncio.Future[T]) -> T:
-    """Return its result. A cancellation of the caller is raised only once `future` has ended, and not passed on to it."""
+    """Return its result. A cancellation of the caller is raised only once `future` has ended, and not passed on to
+    it."""
     try:
         return await asyncio.shield(future)
     except asyncio.CancelledError:
@@ -80,8 +81,8 @@ async def await_despite_cancel(future: asyncio.Future[T]) -> T:
 
 
 def cancel_call(call: Any) -> None:
-    """Cancel a stream of grpc.aio, also one whose write has failed: gRPC takes that for ended and cancels it no more, but its
-    status never comes while messages are unread, and it stays for ever with all that it holds."""
+    """Cancel a stream of grpc.aio, also one whose write has failed: gRPC takes that for ended and cancels it no more,
+    but its status never comes while messages are unread, and it stays for ever with all that it holds."""
     if not call.cancel() and (core := getattr(call, "_cython_call", None)) is not None:
         core.cancel("its write had failed")
 

@@ -1,8 +1,8 @@
 """Measure what a JSON schema costs a token: python bench/constraints.py [--quick] [--json FILE].
 
-One bare engine with the demo model writes the same number of tokens free and under a schema, in turn, at batch 1 and 16;
-free against free beside it says what the machine's noise is. Wall time is what a client waits; CPU time is disturbed less by
-others on the machine.
+One bare engine with the demo model writes the same number of tokens free and under a schema, in turn, at batch 1 and
+16; free against free beside it says what the machine's noise is. Wall time is what a client waits; CPU time is
+disturbed less by others on the machine.
 """
 
 if not __package__:  # started by its path

@@ -4,8 +4,9 @@
 Llama-3.2-1B's shape with random weights, 2 threads, everything in turn: prompts of 512 tokens, decoding one, 8 and 32
 sequences behind prompts of 8 tokens, for each weight form beside the peers' file of as many bits; the demo model's time
 per output token; and a mixture of Qwen3-MoE's kind beside llama.cpp (1.9 B parameters, of which a token meets 0.4 B).
-`make bench-peers` installs llama.cpp and OpenVINO; without it our rows stand alone. BATON_ISA=x86-64-v3 measures that tier, against a
-llama.cpp that is built for it (`make bench-peers ISA=x86-64-v3`). --quick: 2 of the 16 layers, three weight forms and fewer rounds.
+`make bench-peers` installs llama.cpp and OpenVINO; without it our rows stand alone. BATON_ISA=x86-64-v3 measures that
+tier, against a llama.cpp that is built for it (`make bench-peers ISA=x86-64-v3`). --quick: 2 of the 16 layers, three
+weight forms and fewer rounds.
 
 The limit of a row is what its weights could be read or multiplied at, whichever is slower: the best of a read sweep, a
 copy (read and written bytes) and our own matrix-vector product; the multipliers on registers alone (peak.cpp).

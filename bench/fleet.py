@@ -1,9 +1,10 @@
 """A fleet beyond any machine at hand: python bench/fleet.py [--trace FILE] [--quick] [--json FILE].
 
-1,000 workers and 100 gateways (64 and 8 with --quick) serve a trace in simulated time, as many copies of it as keep half of the prefill
-workers busy; see simulation/live_fleet.py for what is modelled. Meanwhile a twentieth of the workers die, Redis fails over, and a tenth of the
-workers are replaced by a version that fails everything. Then the scaler follows a load that doubles and falls. Routing, admission,
-queues, breakers and the scaler's decisions are the product's own.
+1,000 workers and 100 gateways (64 and 8 with --quick) serve a trace in simulated time, as many copies of it as keep
+half of the prefill workers busy; see simulation/live_fleet.py for what is modelled. Meanwhile a twentieth of the
+workers die, Redis fails over, and a tenth of the workers are replaced by a version that fails everything. Then the
+scaler follows a load that doubles and falls. Routing, admission, queues, breakers and the scaler's decisions are the
+product's own.
 """
 
 if not __package__:  # started by its path

@@ -1,9 +1,10 @@
 """Everything that waits for a GPU, in order: python bench/gpu_all.py FOLDER [--only JOB ...] [--quick].
 
-`baton doctor --gpu` comes before it, and what that covers is not done again here. Correctness first, then every part of bench/gpu.py, then the handoff. Each job is a process of its own that is ended
-after --limit-s, so that a host that grants ten minutes at a time can be given the jobs one by one; FOLDER gets
-JOB.txt, what it printed, and JOB.json, its rows. Ends with the number of jobs that did not end with 0 (a bench that
-missed a goal ends with 1); without a CUDA device with 2 and one line.
+`baton doctor --gpu` comes before it, and what that covers is not done again here. Correctness first, then every part of
+bench/gpu.py, then the handoff. Each job is a process of its own that is ended after --limit-s, so that a host that
+grants ten minutes at a time can be given the jobs one by one; FOLDER gets JOB.txt, what it printed, and JOB.json, its
+rows. Ends with the number of jobs that did not end with 0 (a bench that missed a goal ends with 1); without a CUDA
+device with 2 and one line.
 """
 
 if not __package__:  # started by its path

@@ -1,4 +1,5 @@
-"""The handoff: KV at the speed of the machine, hidden behind prefill. python bench/handoff.py [--quick] [--json FILE] [--only PART].
+"""The handoff: KV at the speed of the machine, hidden behind prefill. python bench/handoff.py [--quick] [--json FILE]
+[--only PART].
 
 First every transport against a bare copy by the same means, in the same two processes, in turn. Then two workers
 against one: what a client waits between its first token and its second, for the same prompts split and whole.

@@ -1,8 +1,9 @@
 """Measure a hybrid on the CPU: python bench/hybrid.py [--quick] [--json FILE].
 
-Random models of Granite 4's kind, nine layers of Mamba-2 and one of attention, and of Qwen3-Next's, nine of gated delta net,
-without experts, beside a dense one of the same sizes with attention in all ten. Time of a prompt by its length, in CPU time of the process; memory of a sequence by its length.
-`against` of a length is that of 1,024 tokens in the same round, of a size the dense model's.
+Random models of Granite 4's kind, nine layers of Mamba-2 and one of attention, and of Qwen3-Next's, nine of gated delta
+net, without experts, beside a dense one of the same sizes with attention in all ten. Time of a prompt by its length, in
+CPU time of the process; memory of a sequence by its length. `against` of a length is that of 1,024 tokens in the same
+round, of a size the dense model's.
 """
 
 if not __package__:  # started by its path

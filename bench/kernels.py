@@ -1,10 +1,11 @@
 """How near each class of kernels comes to what its device could do: python bench/kernels.py [--quick] [--out FILE].
 
-Writes the file of efficiencies that `baton plan --efficiencies FILE` reads; baton/planning/measured/cpu.json is one. Measured
-are whole layers and the head of two models, the shipped one and one of random weights with layers ten times as large: steps of
-many short sequences are linear layers, what a longer context adds is attention. Each by weights from memory, turn by turn of as many
-copies as no cache holds, and where they fit by weights that stay in the cache. What counts is CPU time: on one thread that is what a
-kernel takes on a core of its own. Costs of the host are what an idle stack takes beyond that.
+Writes the file of efficiencies that `baton plan --efficiencies FILE` reads; baton/planning/measured/cpu.json is one.
+Measured are whole layers and the head of two models, the shipped one and one of random weights with layers ten times as
+large: steps of many short sequences are linear layers, what a longer context adds is attention. Each by weights from
+memory, turn by turn of as many copies as no cache holds, and where they fit by weights that stay in the cache. What
+counts is CPU time: on one thread that is what a kernel takes on a core of its own. Costs of the host are what an idle
+stack takes beyond that.
 """
 
 if not __package__:  # started by its path
@@ -60,8 +61,8 @@ NOISE = 1.1  # a step that takes less of another's time cannot be told from it
 
 
 class Layers:
-    """A model of one form and a pool, and the seconds of its steps: loaded once, or as often as it takes to be read from
-    memory (`is_cached`: not)."""
+    """A model of one form and a pool, and the seconds of its steps: loaded once, or as often as it takes to be read
+    from memory (`is_cached`: not)."""
 
     def __init__(self, folder: Path, form: str, device: Device, is_cached: bool, num_rounds: int):
         spec = read_spec(folder)
@@ -121,8 +122,8 @@ class Layers:
             yield self._point("head", self.roofs.head_form, self.roofs.head_bytes, rows, best_s / self.head_s(rows))
 
     def _attention_points(self) -> Iterator[Point]:
-        """Those whose part of the step is larger than its noise; of weights in the cache only what decodes, since prompts
-        are bound by products."""
+        """Those whose part of the step is larger than its noise; of weights in the cache only what decodes, since
+        prompts are bound by products."""
         roofs = self.roofs
         for context in CONTEXTS:
             size = context * roofs.kv_token_bytes
@@ -161,7 +162,8 @@ def _cpu_s(action: Callable[[], object]) -> float:
 
 
 def _batch(pieces: Sequence[tuple[int, int]], num_blocks: int, number: int) -> ForwardBatch:
-    """Every sequence has blocks of its own, and other ones in each batch of another `number`, as far as there are enough."""
+    """Every sequence has blocks of its own, and other ones in each batch of another `number`, as far as there are
+    enough."""
     block_size, begin, seqs, positions, slots, rows = 32, 0, [], [], [], []
     taken = number * sum(-(-kv_len // block_size) for _, kv_len in pieces)
     for num, kv_len in pieces:
@@ -215,8 +217,8 @@ def host_costs(times: StepTimes, folder: Path, num_rounds: int) -> HostCosts:
 
 
 def _asked(stack: Stack, runner: asyncio.Runner, concurrency: int, num_rounds: int, vocab_size: int) -> _Asked:
-    """Ask as many at once, for so many rounds behind one that warms up. One alone comes some time behind another, as requests
-    do: processes that slept take longer."""
+    """Ask as many at once, for so many rounds behind one that warms up. One alone comes some time behind another, as
+    requests do: processes that slept take longer."""
     sender, rng = runner.run(sending.connect(stack.target)), random.Random(0)
 
     def ask(rounds: int) -> list[Outcome]:
@@ -243,8 +245,8 @@ def measure(
     num_rounds: int,
     say: Callable[[str, Point], None] = lambda model, point: None,
 ) -> Efficiencies:
-    """Return the efficiencies of this machine by these models and forms, and the shipped one as the stack has it. `folder`
-    receives logs; each point is said when it is there, with the name of its model and form."""
+    """Return the efficiencies of this machine by these models and forms, and the shipped one as the stack has it.
+    `folder` receives logs; each point is said when it is there, with the name of its model and form."""
     device, points = this_cpu(THREADS), []
     for model, forms in models:
         for form, is_cached in itertools.product(forms, (False, True)):

@@ -1,7 +1,8 @@
-"""Measure what it costs to place workers on a Ray cluster: python bench/launchers.py [--quick] [--json FILE] [--only PART ...].
+"""Measure what it costs to place workers on a Ray cluster: python bench/launchers.py [--quick] [--json FILE] [--only
+PART ...].
 
-The cluster is three raylets of this machine, on which `baton up` places a prefill and a decode worker; beside it the same stack as child
-processes, twice, whose distance is the noise. All speak TLS at one address of this machine.
+The cluster is three raylets of this machine, on which `baton up` places a prefill and a decode worker; beside it the
+same stack as child processes, twice, whose distance is the noise. All speak TLS at one address of this machine.
 """
 
 if not __package__:  # started by its path

@@ -91,8 +91,8 @@ class Arm:
 
 
 def compare_engines(report: Report, name: str, model: Path, num_rounds: int) -> None:
-    """Goals of ranks that share layers: prompts at least 0.85 of one process, decode 0.8, and the tree of sums 0.95 of plain
-    ones. Of stages one waits for the other in decode."""
+    """Goals of ranks that share layers: prompts at least 0.85 of one process, decode 0.8, and the tree of sums 0.95 of
+    plain ones. Of stages one waits for the other in decode."""
     alone = Arm(model, 2)
     arms = {
         "two ranks": Arm(model, 1, tensor_parallel=2),
@@ -209,7 +209,8 @@ async def _compare_handoffs(report: Report, one: Stack, two: Stack, num_rounds: 
 
 
 def compare_sums(report: Report, num_rounds: int) -> None:
-    """Of two threads: they meet as two processes do. A turn is a message of 4 bytes both ways through the same memory."""
+    """Of two threads: they meet as two processes do. A turn is a message of 4 bytes both ways through the same
+    memory."""
     torch.set_num_threads(1)
     memory = memoryview(mmap.mmap(-1, num_bytes_for(2)))
     ends = [Collectives(memory, Shard(rank, 2)) for rank in range(2)]

@@ -1,10 +1,11 @@
-"""What `baton plan` says against what the CPU stack does: python bench/plan.py [--quick] [--json FILE] [--only PART ...].
+"""What `baton plan` says against what the CPU stack does: python bench/plan.py [--quick] [--json FILE] [--only PART
+...].
 
-A grid of model shapes, forms, lengths and rates, split over two workers and whole on one. Every point is served for real
-and in virtual time, by the same requests at the same times. Then six splits of one load: the one that the plan takes
-against the best of those measured. Each run begins with the kernels of its models and forms, as bench/kernels.py measures
-them: what memory gives to a virtual machine changes by the hour. Its loads take 6 minutes by themselves; with --only one FILE collects
-its parts, and the means are of the points that it has.
+A grid of model shapes, forms, lengths and rates, split over two workers and whole on one. Every point is served for
+real and in virtual time, by the same requests at the same times. Then six splits of one load: the one that the plan
+takes against the best of those measured. Each run begins with the kernels of its models and forms, as bench/kernels.py
+measures them: what memory gives to a virtual machine changes by the hour. Its loads take 6 minutes by themselves; with
+--only one FILE collects its parts, and the means are of the points that it has.
 """
 
 if not __package__:  # started by its path

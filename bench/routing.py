@@ -1,11 +1,11 @@
 """Routing in a simulated fleet: python bench/routing.py [--trace FILE] [--quick] [--json FILE] [--only PART].
 
 Replays a trace (default: the small one of this folder) over 8 to 1,000 workers, half of which prefill, as fast and in
-as many copies as would keep half of the prefill workers busy if nothing were cached; see simulation/fleet.py for what is
-modelled. The routing function, the rates that it learns and the shortlists are the gateway's own. Hit rates are shares
-of all prompt tokens that no worker computed, against one LRU cache as large as those of all prefill workers, which
-every request reaches at no cost; for comparison also against one as large as those of all workers, and (limit) against
-one without end.
+as many copies as would keep half of the prefill workers busy if nothing were cached; see simulation/fleet.py for what
+is modelled. The routing function, the rates that it learns and the shortlists are the gateway's own. Hit rates are
+shares of all prompt tokens that no worker computed, against one LRU cache as large as those of all prefill workers,
+which every request reaches at no cost; for comparison also against one as large as those of all workers, and (limit)
+against one without end.
 """
 
 if not __package__:  # started by its path
@@ -141,9 +141,9 @@ def splits(report: Report, entries: Sequence[TraceEntry], num_workers: int, rate
 
 
 def regrets(report: Report, entries: Sequence[TraceEntry], num_workers: int, rate: float, num_decisions: int) -> None:
-    """How much longer requests took for a decision of `auto` than they would have for the other: the same trace twice, with one
-    request turned and all others on the same workers. Summed over those that were in the fleet with it, as a share of its own
-    time; of a decision that was the better one, 0."""
+    """How much longer requests took for a decision of `auto` than they would have for the other: the same trace twice,
+    with one request turned and all others on the same workers. Summed over those that were in the fleet with it, as a
+    share of its own time; of a decision that was the better one, 0."""
     entries = scaled(entries, rate)
     taken = Fleet(num_workers, Machine(), "auto", SLO).run(entries)
     chosen = random.Random(0).sample(range(len(entries) // 10, len(entries)), num_decisions)

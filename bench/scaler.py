@@ -1,7 +1,9 @@
-"""Let the scaler decide over generated days in virtual time, against an oracle: python bench/scaler.py [--quick] [--json FILE].
+"""Let the scaler decide over generated days in virtual time, against an oracle: python bench/scaler.py [--quick]
+[--json FILE].
 
-The oracle knows each minute before it comes, and starts workers at once; the scaler's workers serve 90 s after its decision. The model of
-a worker is that of `baton plan` for an H100, so no figure depends on the machine that this runs on.
+The oracle knows each minute before it comes, and starts workers at once; the scaler's workers serve 90 s after its
+decision. The model of a worker is that of `baton plan` for an H100, so no figure depends on the machine that this runs
+on.
 """
 
 if not __package__:  # started by its path

@@ -3,8 +3,9 @@
 Stacks are processes apart, as `baton up` has them, and "together": gateway and one worker as one process.
 
 Every comparison is made within one run, its arms in turn; the A/A row says what two runs of the same thing differ by.
-The load generator runs on the same cores and counts against the stack. Rows "CPU a token" tell the microseconds of CPU that each part of
-the stack spends on a token of an answer, its prompt included, against the bare engine's: waiting for a core, as on a busy machine, is not in them.
+The load generator runs on the same cores and counts against the stack. Rows "CPU a token" tell the microseconds of CPU
+that each part of the stack spends on a token of an answer, its prompt included, against the bare engine's: waiting for
+a core, as on a busy machine, is not in them.
 """
 
 if not __package__:  # started by its path

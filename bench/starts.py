@@ -1,9 +1,9 @@
 """Start a stack and measure until it serves: python bench/starts.py [--quick] [--json FILE].
 
-`baton up` with the demo model (a gateway, a prefill and a decode worker, started all at once) until its ready line, at every
-tier that this machine has, in turn with a process that only imports torch. CPU time is of all processes of the stack, at
-that moment. The kernels are built and the roofline is cached before, as after the first start on a machine; the first
-measurement of the roofline has a row of its own.
+`baton up` with the demo model (a gateway, a prefill and a decode worker, started all at once) until its ready line, at
+every tier that this machine has, in turn with a process that only imports torch. CPU time is of all processes of the
+stack, at that moment. The kernels are built and the roofline is cached before, as after the first start on a machine;
+the first measurement of the roofline has a row of its own.
 """
 
 if not __package__:  # started by its path

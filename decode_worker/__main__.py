@@ -7,7 +7,8 @@ from decode_worker.role import ROLE
 
 
 def load_table():
-    """Return the states of a worker, whichever role's task is its first: it obeys the commands of both. Imports torch."""
+    """Return the states of a worker, whichever role's task is its first: it obeys the commands of both. Imports
+    torch."""
     import decode_worker.states
     import prefill_worker.states
     from baton.worker.session.table import join_tables

@@ -15,8 +15,8 @@ from baton.worker.wire import messages
 
 
 def admit(lifecycle: Lifecycle, leg: Leg, message: pb.Admit) -> None:
-    """Promise the blocks of a request, pin what is cached of its prompt, and answer Granted; read the prompt here where that
-    is asked for."""
+    """Promise the blocks of a request, pin what is cached of its prompt, and answer Granted; read the prompt here where
+    that is asked for."""
     request = open_request(lifecycle, leg, message.spec)
     leg.num_cached_tokens = lifecycle.engine.admission.admit(request)
     leg.owed.add(Owed.ENGINE)
@@ -28,8 +28,8 @@ def admit(lifecycle: Lifecycle, leg: Leg, message: pb.Admit) -> None:
 
 
 def prefill_here(lifecycle: Lifecycle, leg: Leg, message: pb.Prefill) -> None:
-    """Read the prompt here, or what of it a chain of spans has left to compute. One that is not answered was not asked for
-    by Admit: Granted says that it is taken."""
+    """Read the prompt here, or what of it a chain of spans has left to compute. One that is not answered was not asked
+    for by Admit: Granted says that it is taken."""
     leg.prefill_at = time.monotonic()
     if leg.request is not None:
         compute_rest(lifecycle, leg, None)

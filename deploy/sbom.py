@@ -1,4 +1,5 @@
-"""What an image consists of, as CycloneDX JSON: its Debian packages and its Python distributions. Runs inside the image:
+"""What an image consists of, as CycloneDX JSON: its Debian packages and its Python distributions. Runs inside the
+image:
 
 docker run --rm --interactive --network none baton:cpu python - < deploy/sbom.py > sbom.json
 """

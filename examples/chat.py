@@ -1,7 +1,7 @@
 """Ask with chat messages and read one whole answer: python examples/chat.py [HOST:PORT].
 
-The model's own chat template turns messages into tokens. What fails for now (nobody there, no room) is sent again; any other
-failure raises CallError, which names the field that is wrong."""
+The model's own chat template turns messages into tokens. What fails for now (nobody there, no room) is sent again; any
+other failure raises CallError, which names the field that is wrong."""
 
 import sys
 

@@ -1,7 +1,7 @@
 """Use the engine without gRPC: python examples/engine_alone.py [MODEL_FOLDER].
 
-One object, one thread: submit requests, call step() until each has ended. All requests that wait share each step (continuous
-batching); what a request gets does not depend on the others."""
+One object, one thread: submit requests, call step() until each has ended. All requests that wait share each step
+(continuous batching); what a request gets does not depend on the others."""
 
 import sys
 from pathlib import Path

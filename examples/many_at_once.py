@@ -1,7 +1,7 @@
 """Send many requests at once over one channel: python examples/many_at_once.py [HOST:PORT].
 
-The gateway refuses what it cannot serve in time and says when to try again; the client waits as long and tries again, within the
-call's timeout."""
+The gateway refuses what it cannot serve in time and says when to try again; the client waits as long and tries again,
+within the call's timeout."""
 
 import asyncio
 import sys

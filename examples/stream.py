@@ -1,6 +1,7 @@
 """Stream a completion: python examples/stream.py [HOST:PORT] (start the stack with `baton up` first).
 
-With several gateways, give all of them with commas between: when one dies in mid-answer, the answer goes on at another."""
+With several gateways, give all of them with commas between: when one dies in mid-answer, the answer goes on at
+another."""
 
 import sys
 

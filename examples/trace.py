@@ -1,7 +1,8 @@
 """Make one request part of your own trace: python examples/trace.py [HOST:PORT].
 
-Send W3C `traceparent` as metadata. With OTEL_EXPORTER_OTLP_ENDPOINT set for the stack, its spans (route, prefill, KV transfer,
-decode) arrive at that collector under this trace id; without a collector the same phases are in the answer's `timing`."""
+Send W3C `traceparent` as metadata. With OTEL_EXPORTER_OTLP_ENDPOINT set for the stack, its spans (route, prefill, KV
+transfer, decode) arrive at that collector under this trace id; without a collector the same phases are in the answer's
+`timing`."""
 
 import secrets
 import sys

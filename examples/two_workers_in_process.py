@@ -1,7 +1,7 @@
 """Prefill and decode on two engines of one process: python examples/two_workers_in_process.py [MODEL_FOLDER].
 
-As two workers do it, but without gRPC: the decode engine gives credit and sets blocks aside, the prefill engine reads the prompt,
-and the KV goes from pool to pool under a lease, with digests, while it is computed."""
+As two workers do it, but without gRPC: the decode engine gives credit and sets blocks aside, the prefill engine reads
+the prompt, and the KV goes from pool to pool under a lease, with digests, while it is computed."""
 
 import asyncio
 import sys
@@ -37,7 +37,8 @@ def load(model: str) -> tuple[Engine, Region]:
 
 
 async def answer(prefill: Engine, source: Source, decode: Engine, fetcher: Fetcher, request: Request) -> list[int]:
-    """Return the answer's token ids. The prompt is read by `prefill`, all tokens but the first are written by `decode`."""
+    """Return the answer's token ids. The prompt is read by `prefill`, all tokens but the first are written by
+    `decode`."""
     num_cached = decode.admission.admit(request)  # credit: from here on the decode engine has room for it
     accepted = prefill.admission.accept(request)
     offer = source.offer(

@@ -50,8 +50,8 @@ from gateway.version_factory import VersionFactory
 
 _STOP_GRACE_S = 1.0
 # New objects before the collector looks for circles among them: every request makes hundreds that live for its time and
-# are in none. At Python's own 700 it took a tenth of the time of a busy gateway. gRPC leaves circles behind each call: at 50,000 a
-# gateway that had refused 28,000 calls took 217 MiB and went on growing, at 2,000 it stayed at 92.
+# are in none. At Python's own 700 it took a tenth of the time of a busy gateway. gRPC leaves circles behind each call:
+# at 50,000 a gateway that had refused 28,000 calls took 217 MiB and went on growing, at 2,000 it stayed at 92.
 _COLLECT_AT = 2_000
 
 log = logging.getLogger(__name__)
@@ -189,8 +189,8 @@ class Gateway:
         await asyncio.gather(*running, return_exceptions=True)
 
     def _api_url(self, host: str) -> str | None:
-        """Return where the admin page, which was asked at `host`, may send a completion: to the HTTP API where both are reached from
-        this host alone, or where --http-origins lets pages call it."""
+        """Return where the admin page, which was asked at `host`, may send a completion: to the HTTP API where both are
+        reached from this host alone, or where --http-origins lets pages call it."""
         settings = self._settings
         if self.http is None or not (settings.http_origins or self._pages_are_here):
             return None
@@ -279,8 +279,8 @@ class Gateway:
         log.info("draining %s", fields(running=self.handler.num_running))
         if self.http:
             self.http.drain()
-        # What runs goes on, and clients are told (GOAWAY) that the next call takes a new connection: that of a Service leads to
-        # another gateway. `run` ends what is left, by a shorter grace, which counts.
+        # What runs goes on, and clients are told (GOAWAY) that the next call takes a new connection: that of a Service
+        # leads to another gateway. `run` ends what is left, by a shorter grace, which counts.
         grace_s = self._settings.drain_grace_s
         self._closing = asyncio.create_task(self._server.stop(grace_s + 2 * _STOP_GRACE_S), name="close the port")
         deadline = asyncio.get_running_loop().time() + grace_s

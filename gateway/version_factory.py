@@ -1,4 +1,5 @@
-"""Make what serves a model of its folder: read its text, join it with its workers and the gateway's parts, let it go again."""
+"""Make what serves a model of its folder: read its text, join it with its workers and the gateway's parts, let it go
+again."""
 
 import asyncio
 from collections.abc import Callable
@@ -49,8 +50,8 @@ class VersionFactory:
         return self._join(folder, *self._read_text(folder))
 
     async def add(self, name: str, path: Path, required_identity: bytes) -> ModelVersion:
-        """Read a model's folder and begin to serve it while others run. Raises SettingsError; whatever ends it, a cancelled call
-        too, nothing has changed then."""
+        """Read a model's folder and begin to serve it while others run. Raises SettingsError; whatever ends it, a
+        cancelled call too, nothing has changed then."""
         folder = await asyncio.to_thread(read_model, path, name)
         version = self._join(folder, *await asyncio.to_thread(self._read_text, folder), required_identity)
         try:
@@ -63,8 +64,8 @@ class VersionFactory:
         return version
 
     async def make_public(self, version: ModelVersion) -> None:
-        """Give the public prefixes of the settings one name for all tenants. Raises SettingsError for one that the model cannot
-        have."""
+        """Give the public prefixes of the settings one name for all tenants. Raises SettingsError for one that the
+        model cannot have."""
         if self._settings.public_prefixes:
             pipeline = version.pipeline
             encode = partial(pipeline.text.encode, context=version.fleet.model.context)

@@ -4,8 +4,8 @@ Pool memory is `[block][layer][k|v][kv_head][token][head_dim]`, one group after 
 quantized form at the end of the same block. A latent group has one row in place of K and V, of which both are made.
 
 A state group is not in these blocks: what its layers keep of a sequence has one size however long that is. Its blocks,
-[layer][elements] in fp32, stand at the end of the same memory, the first one last: whoever knows the memory's size finds
-them.
+[layer][elements] in fp32, stand at the end of the same memory, the first one last: whoever knows the memory's size
+finds them.
 """
 
 import hashlib

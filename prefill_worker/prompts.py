@@ -38,7 +38,8 @@ def prefill(lifecycle: Lifecycle, leg: Leg, message: pb.Prefill) -> None:
 
 
 def pull_prefix(lifecycle: Lifecycle, leg: Leg, status: Status | None) -> None:
-    """Pull from the next source that can be asked; compute what none of them gives. `status`: why the one before it failed."""
+    """Pull from the next source that can be asked; compute what none of them gives. `status`: why the one before it
+    failed."""
     if status is not None:
         leg.pull_failure = status
         log.warning("prefix not pulled %s", fields(key=leg.key, reason=status.message))

@@ -1,4 +1,5 @@
-"""Rules for all tests: a time limit that nothing outlasts, and a table at the end of the injected faults and their outcomes."""
+"""Rules for all tests: a time limit that nothing outlasts, and a table at the end of the injected faults and their
+outcomes."""
 
 import atexit
 import faulthandler
@@ -19,7 +20,8 @@ from baton.service import fatal
 from tests.support import pace
 from tests.support.faults.table import lines
 
-gc.disable()  # until all tests are collected: a million objects that stay are looked through 28 times, 7 s in each worker
+# until all tests are collected: a million objects that stay are looked through 28 times, 7 s in each worker
+gc.disable()
 fix_order_of_sums()  # before any test multiplies
 os.environ["OTEL_BSP_SCHEDULE_DELAY"] = "1000"  # tests wait for spans, which are sent each 5 s
 settings.register_profile("untimed", deadline=None)  # its own 200 ms an example fail on a busy machine
@@ -73,15 +75,15 @@ def pytest_exception_interact(node) -> None:
 
 
 def _bound(item: pytest.Item) -> None:
-    """What its time limit does not end, native code and fixtures that wait for ever, ends with its process, which says where
-    each thread stood; pytest goes on with another. One such test took all 90 minutes of a run, without a word."""
+    """What its time limit does not end, native code and fixtures that wait for ever, ends with its process, which says
+    where each thread stood; pytest goes on with another. One such test took all 90 minutes of a run, without a word."""
     limit_s = item.get_closest_marker("timeout").args[0]
     faulthandler.dump_traceback_later(limit_s + pace.patience(GRACE_S), exit=True, file=item.config.stash[STDERR])
 
 
 def _in_order(items: list[pytest.Item]) -> list[pytest.Item]:
-    """Folders whose tests share stacks first, each at one go: idle until the end, their workers took 300 s of CPU of 4,980 (two
-    slow AVX2 cores). Then files with many tests: small ones fill the gaps at the end."""
+    """Folders whose tests share stacks first, each at one go: idle until the end, their workers took 300 s of CPU of
+    4,980 (two slow AVX2 cores). Then files with many tests: small ones fill the gaps at the end."""
     num_tests = Counter(item.path for item in items)
 
     def place(path: Path) -> tuple[int, int]:
@@ -125,8 +127,8 @@ def pytest_terminal_summary(terminalreporter) -> None:
 
 @pytest.fixture(scope="session")
 def fork_server(tmp_path_factory):
-    """What workers and gateways are forked from: torch and Baton's own modules take a worker 1.9 s of CPU to import. Starts
-    themselves are tested in tests/e2e and tests/cli."""
+    """What workers and gateways are forked from: torch and Baton's own modules take a worker 1.9 s of CPU to import.
+    Starts themselves are tested in tests/e2e and tests/cli."""
     from tests.support.fork_server.processes import ForkServer
 
     with ForkServer(tmp_path_factory.mktemp("fork_server")) as fork_server:

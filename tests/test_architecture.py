@@ -268,7 +268,8 @@ def within(module: str, prefixes) -> bool:
 
 @pytest.fixture(autouse=True, scope="module")
 def trees_go():
-    """A collection of garbage would look at them in every later test of this process, and while they grow again and again."""
+    """A collection of garbage would look at them in every later test of this process, and while they grow again and
+    again."""
     gc.disable()
     yield
     for cached in (nodes, imports, calls):

@@ -232,7 +232,8 @@ def test_traces_are_judged_when_their_answers_have_ended():
 
 
 def test_traces_that_wait_fit_into_the_collector():
-    """A fifth below its limit it refuses spans of all, where `num_traces` lets the oldest go. It holds more than traces."""
+    """A fifth below its limit it refuses spans of all, where `num_traces` lets the oldest go. It holds more than
+    traces."""
     config = yaml.safe_load((ROOT / "deploy" / "otel" / "config.yaml").read_text())
     limit = config["processors"]["memory_limiter"]["limit_mib"] * 2**20
     assert config["processors"]["tail_sampling"]["num_traces"] * 11_200 < 0.75 * 0.8 * limit
@@ -309,7 +310,8 @@ def test_override_files_for_hosts_of_several_gpus(num_gpus):
 
 @pytest.mark.parametrize("service", SERVICES)
 def test_logs_are_bounded(service):
-    """A gateway has a line for each request; Docker keeps all of them by default, and a full disk stops every container."""
+    """A gateway has a line for each request; Docker keeps all of them by default, and a full disk stops every
+    container."""
     log = SERVICES[service]["logging"]
     assert log["driver"] == "json-file" and log["options"] == {"max-size": "50m", "max-file": "5"}
 
@@ -359,7 +361,8 @@ def test_build_targets_and_files_exist():
 
 
 def test_the_image_brings_what_the_code_asks_for():
-    """Kernels of every tier in the wheel, a compiler where Triton wants one, and a home that the cache volume covers."""
+    """Kernels of every tier in the wheel, a compiler where Triton wants one, and a home that the cache volume
+    covers."""
     from baton.engine.native.build import cache_folder
 
     cpu, cuda = DOCKERFILE[DOCKERFILE.index("FROM base AS cpu") :].split("FROM base AS cuda")

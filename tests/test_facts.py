@@ -44,8 +44,8 @@ OF_WEIGHTS = ("baton/engine/weights/", "baton/engine/layers/linear/", "baton/eng
 @pytest.mark.parametrize(
     ("words", "most"),
     [
-        # A sampling parameter: the record, a field of two messages, what draws by it, and the client's keyword. A filter is
-        # arithmetic of its own, in torch, in Triton and in C++.
+        # A sampling parameter: the record, a field of two messages, what draws by it, and the client's keyword. A
+        # filter is arithmetic of its own, in torch, in Triton and in C++.
         (("min_p",), 6),
         (("presence_penalty",), 5),
         # A form of KV: its declaration, and C++. One with arithmetic of its own has that in torch and in Triton too.

@@ -192,7 +192,8 @@ def test_every_alert_says_what_to_do_and_is_tested():
 
 
 def test_releases_under_one_prometheus_are_told_apart():
-    """By their namespace, unless by an address; where there are no namespaces the label is empty, and changes nothing."""
+    """By their namespace, unless by an address; where there are no namespaces the label is empty, and changes
+    nothing."""
     for rule in ALL_RULES:
         for labels in re.findall(r"\b(?:by|on) \(([^)]*)\)", rule["expr"]):
             assert {"namespace", "instance"} & set(re.split(r",\s*", labels)), rule["expr"]

@@ -111,8 +111,8 @@ def test_files_beside_the_pages_are_pages(site):
 
 
 def reasons() -> set[str]:
-    """All that errors are given: `reason="X"`, `code, reason = ..., "X"`, `X = "X"`, Status(..., "X"), BadCall(..., "X"), rows of tables of
-    these."""
+    """All that errors are given: `reason="X"`, `code, reason = ..., "X"`, `X = "X"`, Status(..., "X"), BadCall(...,
+    "X"), rows of tables of these."""
     found = set()
     for path in _SOURCES:
         for node in ast.walk(ast.parse(path.read_text())):

@@ -1,4 +1,5 @@
-"""Ask a gateway for text: blocking or asyncio, with deadlines, retries, and answers that go on where a lost one broke off.
+"""Ask a gateway for text: blocking or asyncio, with deadlines, retries, and answers that go on where a lost one broke
+off.
 
     from baton.client import Client
 

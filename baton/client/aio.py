@@ -47,12 +47,12 @@ class AsyncClient:
         timeout_s: float | None = 600.0,
         retry: RetryPolicy = RetryPolicy(),
     ):
-        """`target`: host:port of a gateway, or of several with commas between: one of them is asked, and the next when it
-        fails. Calls go by turns to all addresses that a name has. `api_key`: or a plain function that returns it, which is
-        called in the event loop before each attempt, so that it should not wait. `tls_ca`: file with the authority of the
-        gateways' certificates; `tls`: the public ones, which gRPC brings along or finds in the file that
-        GRPC_DEFAULT_SSL_ROOTS_FILE_PATH names; without both plain text is spoken.
-        `timeout_s`: of each call, retries included, where the call names none. Raises ValueError, OSError."""
+        """`target`: host:port of a gateway, or of several with commas between: one of them is asked, and the next when
+        it fails. Calls go by turns to all addresses that a name has. `api_key`: or a plain function that returns it,
+        which is called in the event loop before each attempt, so that it should not wait. `tls_ca`: file with the
+        authority of the gateways' certificates; `tls`: the public ones, which gRPC brings along or finds in the file
+        that GRPC_DEFAULT_SSL_ROOTS_FILE_PATH names; without both plain text is spoken. `timeout_s`: of each call,
+        retries included, where the call names none. Raises ValueError, OSError."""
         self._settings = ConnectionSettings(api_key, tls, tls_ca, tls_cert, tls_key, tls_server_name)
         self._addresses = Addresses(target, self._open)
         self._timeout_s, self._retry = timeout_s, retry
@@ -205,8 +205,8 @@ class AsyncClient:
 
 
 class AsyncStream(ResumingStream, AsyncIterator[pb.GenerateResponse]):
-    """The messages of one answer; a stream that breaks is taken up where it broke, without a token lost or repeated. One that
-    its reader leaves is cancelled."""
+    """The messages of one answer; a stream that breaks is taken up where it broke, without a token lost or repeated.
+    One that its reader leaves is cancelled."""
 
     def __init__(
         self,
@@ -269,7 +269,8 @@ class AsyncStream(ResumingStream, AsyncIterator[pb.GenerateResponse]):
         return index, methods.generate(request, timeout=self._attempts.left_s, metadata=self._metadata())
 
     async def _again(self, error: CallError) -> None:
-        """Send the request for the rest after a pause. Raises `error` where that cannot help; CANCELLED where that is so."""
+        """Send the request for the rest after a pause. Raises `error` where that cannot help; CANCELLED where that is
+        so."""
         rest, pause_s = self._rest_after(error)
         await pause(self._addresses, self._cancelled, pause_s)
         if self._cancelled.is_set():

@@ -46,11 +46,12 @@ class Client:
         timeout_s: float | None = 600.0,
         retry: RetryPolicy = RetryPolicy(),
     ):
-        """`target`: host:port of a gateway, or of several with commas between: one of them is asked, and the next when it
-        fails. Calls go by turns to all addresses that a name has. `api_key`: or what returns it, which is asked before each
-        attempt. `tls_ca`: file with the authority of the gateways' certificates; `tls`: the public ones, which gRPC brings
-        along or finds in the file that GRPC_DEFAULT_SSL_ROOTS_FILE_PATH names; without both plain text is spoken.
-        `timeout_s`: of each call, retries included, where the call names none. Raises ValueError, OSError."""
+        """`target`: host:port of a gateway, or of several with commas between: one of them is asked, and the next when
+        it fails. Calls go by turns to all addresses that a name has. `api_key`: or what returns it, which is asked
+        before each attempt. `tls_ca`: file with the authority of the gateways' certificates; `tls`: the public ones,
+        which gRPC brings along or finds in the file that GRPC_DEFAULT_SSL_ROOTS_FILE_PATH names; without both plain
+        text is spoken. `timeout_s`: of each call, retries included, where the call names none. Raises ValueError,
+        OSError."""
         self._settings = ConnectionSettings(api_key, tls, tls_ca, tls_cert, tls_key, tls_server_name)
         self._addresses = Addresses(target, self._open)
         self._timeout_s, self._retry = timeout_s, retry
@@ -240,7 +241,8 @@ class Stream(ResumingStream, Iterator[pb.GenerateResponse]):
         return index, methods.generate(request, timeout=self._attempts.left_s, metadata=self._metadata())
 
     def _again(self, error: CallError) -> None:
-        """Send the request for the rest after a pause. Raises `error` where that cannot help; CANCELLED where that is so."""
+        """Send the request for the rest after a pause. Raises `error` where that cannot help; CANCELLED where that is
+        so."""
         rest, pause_s = self._rest_after(error)
         with self._addresses.ending(self._cancelled):
             if self._cancelled.wait(pause_s):

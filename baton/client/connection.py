@@ -21,9 +21,10 @@ _OPTIONS: tuple[tuple[str, object], ...] = (
     ("grpc.min_reconnect_backoff_ms", 3000),  # the time that a connection may take
     ("grpc.max_reconnect_backoff_ms", 2000),
     ("grpc.max_receive_message_length", -1),
-    # Calls go by turns to all gateways of a name, as of a headless Service. Such a channel would hold on to its connections for
-    # half an hour without a call, and open them again that gateways close as idle (300 s): it lets go within twice this time.
-    # By itself gRPC looks a name up again after 30 s at the earliest, and a call is tried for about 7 s.
+    # Calls go by turns to all gateways of a name, as of a headless Service. Such a channel would hold on to its
+    # connections for half an hour without a call, and open them again that gateways close as idle (300 s): it lets go
+    # within twice this time. By itself gRPC looks a name up again after 30 s at the earliest, and a call is tried for
+    # about 7 s.
     ("grpc.service_config", '{"loadBalancingConfig": [{"round_robin": {}}]}'),
     ("grpc.client_idle_timeout_ms", 140_000),
     ("grpc.dns_min_time_between_resolutions_ms", 1000),

@@ -14,9 +14,9 @@ Metadata = tuple[tuple[str, str | bytes], ...]
 
 
 class CallError(grpc.RpcError):
-    """A call that failed. `code()` and `details()` as gRPC has them; `reason` is UPPER_SNAKE and stable; `field` is the one
-    that is wrong; `retry_after_s` is when to come back, where the gateway says so; `request_id` is what its
-    log calls the request, "" where it did not get so far."""
+    """A call that failed. `code()` and `details()` as gRPC has them; `reason` is UPPER_SNAKE and stable; `field` is the
+    one that is wrong; `retry_after_s` is when to come back, where the gateway says so; `request_id` is what its log
+    calls the request, "" where it did not get so far."""
 
     def __init__(self, code: grpc.StatusCode, message: str, trailing_metadata: Metadata = ()):
         super().__init__(f"{code.name}: {message}")
@@ -25,7 +25,8 @@ class CallError(grpc.RpcError):
         self._code, self._trailing_metadata = code, trailing_metadata
 
     def __reduce__(self) -> tuple[type[Self], tuple[grpc.StatusCode, str, Metadata]]:
-        # An exception is made again of its `args`, the one line: pools of processes, to which an error is sent, hang or break.
+        # An exception is made again of its `args`, the one line: pools of processes, to which an error is sent, hang or
+        # break.
         return type(self), (self._code, self.message, self._trailing_metadata)
 
     def code(self) -> grpc.StatusCode:

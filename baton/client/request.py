@@ -10,8 +10,8 @@ Prompt = str | Sequence[int] | ChatMessages
 
 
 class GenerateOptions(TypedDict, total=False):
-    """Every option of a request, as protos/baton/v1/inference.proto explains it: fields of GenerateRequest, Sampling and
-    Stopping. What is not given is the model's default."""
+    """Every option of a request, as protos/baton/v1/inference.proto explains it: fields of GenerateRequest, Sampling
+    and Stopping. What is not given is the model's default."""
 
     request_id: str
     model: str
@@ -45,8 +45,8 @@ class GenerateOptions(TypedDict, total=False):
 
 
 def make_request(prompt: Prompt, options: GenerateOptions | None = None) -> pb.GenerateRequest:
-    """Return the request for a text, token ids, or messages: `{"role": ..., "content": ...}` each, or as the contract has
-    them. Raises ValueError that names what does not fit."""
+    """Return the request for a text, token ids, or messages: `{"role": ..., "content": ...}` each, or as the contract
+    has them. Raises ValueError that names what does not fit."""
     request = pb.GenerateRequest()
     if isinstance(prompt, str):
         request.text = prompt

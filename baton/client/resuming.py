@@ -42,8 +42,8 @@ class Received:
         return rest
 
     def may_go_on(self, error: CallError) -> bool:
-        """Return whether the rest may follow what has come: not once the gateway could not continue the answer alike. It would
-        compute another one, and leave out as many of its tokens."""
+        """Return whether the rest may follow what has come: not once the gateway could not continue the answer alike.
+        It would compute another one, and leave out as many of its tokens."""
         return error.reason != "DIVERGED" or not any(self._num_tokens)
 
     def take(self, message: pb.GenerateResponse, is_resumed: bool) -> bool:
@@ -66,7 +66,8 @@ class Received:
 
 
 class ResumingStream:
-    """What the blocking stream and that of asyncio have in common: what has come of the answer, and when the rest is asked for."""
+    """What the blocking stream and that of asyncio have in common: what has come of the answer, and when the rest is
+    asked for."""
 
     def __init__(self, request: pb.GenerateRequest, attempts: Attempts, resumes: bool):
         self._attempts = attempts

@@ -75,8 +75,8 @@ class Attempts:
         return pause_s
 
     def _passes(self, error: CallError) -> bool:
-        """Return whether the same call may succeed later: nobody was there, or it was refused for now. Work that was begun
-        and lost is no reason against it: it has no effect beside its answer."""
+        """Return whether the same call may succeed later: nobody was there, or it was refused for now. Work that was
+        begun and lost is no reason against it: it has no effect beside its answer."""
         code = error.code()
         if code is grpc.StatusCode.ALREADY_EXISTS:  # our own last attempt, which the gateway still takes for alive
             return self.num > 1 and error.reason == "REQUEST_ID_IN_USE"
@@ -86,8 +86,9 @@ class Attempts:
 
 
 def is_gone(error: CallError) -> bool:
-    """Return whether nobody is there. Without a reason CANCELLED is gRPC's own word: a server that shuts down says it of
-    calls that it has not begun; and so is INTERNAL with RST_STREAM, by which a proxy ends a stream whose gateway died."""
+    """Return whether nobody is there. Without a reason CANCELLED is gRPC's own word: a server that shuts down says it
+    of calls that it has not begun; and so is INTERNAL with RST_STREAM, by which a proxy ends a stream whose gateway
+    died."""
     code = error.code()
     if code is grpc.StatusCode.INTERNAL:
         return not error.reason and "RST_STREAM" in error.message
@@ -104,7 +105,8 @@ class Settable(Protocol):
 
 
 class Addresses(Generic[OpenT]):
-    """Gateways of which any will do: one, drawn at random, is kept until it fails, then the next. Threads may share it."""
+    """Gateways of which any will do: one, drawn at random, is kept until it fails, then the next. Threads may share
+    it."""
 
     def __init__(self, target: str | Sequence[str], open_one: Callable[[str], OpenT]):
         """`target`: host:port, several with commas between or as a sequence. Raises ValueError."""

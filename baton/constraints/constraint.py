@@ -1,4 +1,5 @@
-"""A constraint as data, and its grammar in the words of llguidance. What a look at the text can refuse is refused here."""
+"""A constraint as data, and its grammar in the words of llguidance. What a look at the text can refuse is refused
+here."""
 
 import json
 import re

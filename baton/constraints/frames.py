@@ -1,5 +1,5 @@
-"""The frames between a process that has constraints checked and the one that checks them: a length in 8 bytes, and as many
-bytes."""
+"""The frames between a process that has constraints checked and the one that checks them: a length in 8 bytes, and as
+many bytes."""
 
 from typing import BinaryIO
 

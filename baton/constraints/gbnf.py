@@ -1,6 +1,6 @@
-"""Grammars in GBNF, as llama.cpp, XGrammar and SGLang read it, in the words of llguidance. Theirs is matched character by
-character, while the library cuts a text into lexemes, each the longest that there can be: `[0-9]+ [0-9] "x"` of lexemes
-would match nothing. So a grammar without recursion becomes one lexeme, and in others each character is one."""
+"""Grammars in GBNF, as llama.cpp, XGrammar and SGLang read it, in the words of llguidance. Theirs is matched character
+by character, while the library cuts a text into lexemes, each the longest that there can be: `[0-9]+ [0-9] "x"` of
+lexemes would match nothing. So a grammar without recursion becomes one lexeme, and in others each character is one."""
 
 import json
 import re
@@ -156,8 +156,8 @@ def _atom(line: int, kind: str, value: str, known: dict[str, str], is_regular: b
 
 
 def _quoted(text: str) -> str:
-    """Return an expression for just this text. Brackets in it are escaped, since those of a grammar are counted, and what
-    Lark has no place for."""
+    """Return an expression for just this text. Brackets in it are escaped, since those of a grammar are counted, and
+    what Lark has no place for."""
     return re.sub(r"[][(){}\x7f-\x9f]", lambda found: f"\\u{ord(found[0]):04x}", json.dumps(text, ensure_ascii=False))
 
 

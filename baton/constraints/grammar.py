@@ -1,5 +1,5 @@
-"""Grammars over one vocabulary: compiled once, and a cursor for each answer, which is a pure function of the grammar and
-of the token ids so far. So a worker that has both continues where another has stopped."""
+"""Grammars over one vocabulary: compiled once, and a cursor for each answer, which is a pure function of the grammar
+and of the token ids so far. So a worker that has both continues where another has stopped."""
 
 from collections.abc import Iterator, Sequence
 from itertools import takewhile
@@ -148,7 +148,8 @@ def _is_over(matcher: LLMatcher) -> bool:
 
 
 def _message(error: str) -> str:
-    """Return a message of the library without its picture of the place, and without an option that there is not here."""
+    """Return a message of the library without its picture of the place, and without an option that there is not
+    here."""
     lines = [line.strip() for line in error.replace("<non-verbose/>", "").splitlines()]
     kept = [line for line in lines if line and not line.startswith("^") and not line[:1].isdigit()] or lines
     message = one_line(" ".join(kept), 300)

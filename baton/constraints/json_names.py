@@ -1,5 +1,6 @@
-"""Names of properties that llguidance would mix up. It compares them as they are written, and lets one that it was not told
-of be written with any escape: `"\\u0061"` would be another name than `"a"`, and its value keep to another schema."""
+"""Names of properties that llguidance would mix up. It compares them as they are written, and lets one that it was not
+told of be written with any escape: `"\\u0061"` would be another name than `"a"`, and its value keep to another
+schema."""
 
 import json
 import re
@@ -10,8 +11,8 @@ from baton.constraints.json_numbers import values_in
 from baton.constraints.json_patterns import asks_for_controls
 
 _ANY_NAME = "^(?s:.*)$"
-# With these in a schema names stay as they are: the library takes no patterns that overlap, counts properties only where
-# there are none, and would not find what a reference leads to.
+# With these in a schema names stay as they are: the library takes no patterns that overlap, counts properties only
+# where there are none, and would not find what a reference leads to.
 _AS_THEY_ARE = re.compile(r'"(?:patternProperties|minProperties|maxProperties)": |"\$ref": "[^"]*/additionalProperties')
 _CONTROLS = re.compile(r"[\x00-\x1f\x7f]")
 ESCAPES_WITHOUT_U = 'nrbtf\\"'  # each name has one spelling with these
@@ -32,16 +33,16 @@ def may_rewrite_names(root: Any) -> bool:
 
 
 def plain_names(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """Return keywords by which names that are not in `properties` are free, but not written with an escape where none is
-    needed."""
+    """Return keywords by which names that are not in `properties` are free, but not written with an escape where none
+    is needed."""
     if not schema.get("properties") or not _is_open(schema):
         return {}
     return {"patternProperties": {_ANY_NAME: True}, "additionalProperties": False}
 
 
 def mixes_names(schema: Mapping[str, Any], are_rewritten: bool) -> bool:
-    """Return whether names of others could be written as none of those that this schema, without schemas in it, tells of,
-    and yet be one of them. `are_rewritten`: as `plain_names` has it."""
+    """Return whether names of others could be written as none of those that this schema, without schemas in it, tells
+    of, and yet be one of them. `are_rewritten`: as `plain_names` has it."""
     names = [*_names(schema.get("properties")), *_names(schema.get("required"))]
     if not names and not schema.get("patternProperties"):
         return False

@@ -1,5 +1,5 @@
-"""Numbers of a JSON schema that llguidance would not keep to. It reads each as 64 bits of floating point, those of 16 digits
-and more not always as the nearest one, and whole ones then as 64 bits of an integer."""
+"""Numbers of a JSON schema that llguidance would not keep to. It reads each as 64 bits of floating point, those of 16
+digits and more not always as the nearest one, and whole ones then as 64 bits of an integer."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -48,7 +48,8 @@ def _is_number(value: object) -> TypeGuard[float]:
 
 
 def _as_kept(keyword: str, number: int) -> int:
-    """Return the whole number that the library keeps to for this one, which may be narrower for a bound: then this one."""
+    """Return the whole number that the library keeps to for this one, which may be narrower for a bound: then this
+    one."""
     if keyword not in _STEPS:
         return _as_integer(number)
     step = _STEPS[keyword]
@@ -62,7 +63,8 @@ def _as_integer(number: int, step: int = 0) -> int:
 
 
 def _as_digits(number: int) -> int:
-    """Return what it makes of a whole number where others are allowed too: the fewest digits that are the same float."""
+    """Return what it makes of a whole number where others are allowed too: the fewest digits that are the same
+    float."""
     return _clamped(int(Decimal(repr(_as_float(number)))))
 
 

@@ -1,5 +1,5 @@
-"""Regular expressions as llguidance has to get them: a class in brackets is that of Python's re and of ECMA-262, and in those of a
-JSON schema so are a dot and white space of the latter."""
+"""Regular expressions as llguidance has to get them: a class in brackets is that of Python's re and of ECMA-262, and in
+those of a JSON schema so are a dot and white space of the latter."""
 
 import re
 from collections.abc import Mapping
@@ -32,8 +32,8 @@ def rewrite_classes(regex: str) -> str:
 
 
 def rewrite_pattern(pattern: str) -> str:
-    """Return one of a schema, whose classes are also without NUL: where one has all control characters, the library takes
-    quotation marks and backslashes for its own too."""
+    """Return one of a schema, whose classes are also without NUL: where one has all control characters, the library
+    takes quotation marks and backslashes for its own too."""
     wanted = _CLASSES if _DOT_ALL.search(pattern) else _CLASSES_AND_DOTS
     return wanted.sub(_rewritten, pattern)
 
@@ -60,7 +60,8 @@ def _with_spaces(text: str) -> str:
 
 
 def asks_for_controls(pattern: str) -> bool:
-    """Return whether control characters that JSON writes with `\\u` stand in a regular expression, outside of classes."""
+    """Return whether control characters that JSON writes with `\\u` stand in a regular expression, outside of
+    classes."""
     return any(found["control"] for found in _CONTROLS.finditer(pattern))
 
 
@@ -71,8 +72,8 @@ _OF_FORMATS = {"date": _LEAP_DAYS, "date-time": _LEAP_DAYS + _SECONDS, "time": f
 
 
 def with_valid_dates(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a schema with what the library's own formats of dates and times lack: 29 February is a day of leap years alone, and
-    no second is the 60th, which few readers of a time take. What lists its values stays as it is."""
+    """Return a schema with what the library's own formats of dates and times lack: 29 February is a day of leap years
+    alone, and no second is the 60th, which few readers of a time take. What lists its values stays as it is."""
     name, others = schema.get("format"), schema.get("allOf", [])
     if not isinstance(name, str) or name not in _OF_FORMATS or "enum" in schema or "const" in schema:
         return {**schema}

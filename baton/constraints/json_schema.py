@@ -46,7 +46,8 @@ KEYWORDS = {
 _UNKEPT = ("not", "if", "then", "else", "contains", "minContains", "maxContains", "propertyNames", "dependentRequired",
            "dependentSchemas", "dependencies", "unevaluatedItems", "unevaluatedProperties", "$dynamicRef", "$dynamicAnchor",
            "$recursiveRef")  # fmt: skip
-# Keywords of which one says what another is of: with one of the second kind between them, the library would read each alone.
+# Keywords of which one says what another is of: with one of the second kind between them, the library would read each
+# alone.
 _TOGETHER = (("properties", "patternProperties", "additionalProperties"), ("items", "additionalItems"),
              ("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum"))  # fmt: skip
 _BETWEEN = ("const", "enum", "allOf", "anyOf", "oneOf", "$ref")
@@ -131,8 +132,8 @@ def with_inner(keyword: str, value: Any, change: Callable[[Any], Any]) -> Any:
 
 def rewrite_schema(schema: Mapping[str, Any], is_strict: bool = True) -> dict[str, Any]:
     """Return a checked schema in words that the library keeps to, with its options: patterns whose classes are those of
-    ECMA-262, names that are not written with escapes, and no `$schema`, as keywords that are younger than the draft it names
-    would be ignored. `is_strict` False: what the library has no grammar for is left out."""
+    ECMA-262, names that are not written with escapes, and no `$schema`, as keywords that are younger than the draft it
+    names would be ignored. `is_strict` False: what the library has no grammar for is left out."""
     may_rewrite = may_rewrite_names(schema)
     are_mixed = has_mixed_names(schema, may_rewrite)
     options = {**_OPTIONS, "lenient": not is_strict}
@@ -142,7 +143,8 @@ def rewrite_schema(schema: Mapping[str, Any], is_strict: bool = True) -> dict[st
 
 
 def has_mixed_names(schema: Any, are_rewritten: bool) -> bool:
-    """Return whether a schema or one in it mixes names, so that no text has `\\u`. `are_rewritten`: by `plain_names`."""
+    """Return whether a schema or one in it mixes names, so that no text has `\\u`. `are_rewritten`: by
+    `plain_names`."""
     return any(isinstance(each, dict) and mixes_names(each, are_rewritten) for _, each in schemas_in(schema))
 
 

@@ -1,5 +1,5 @@
-"""A schema that is kept to as far as it can be: a keyword that is certain not to be is left out where it stands, and the
-others stay. What the library has no grammar for otherwise, it leaves out itself where it is asked to be lenient."""
+"""A schema that is kept to as far as it can be: a keyword that is certain not to be is left out where it stands, and
+the others stay. What the library has no grammar for otherwise, it leaves out itself where it is asked to be lenient."""
 
 import re
 from collections.abc import Callable, Mapping

@@ -67,7 +67,8 @@ class Engine:
         ranks: Ranks | None = None,
         grammars: Grammars | None = None,
     ):
-        """`config` is resolved; `pool` has config.num_blocks blocks, or places for more. Engine.load makes all of these from a folder."""
+        """`config` is resolved; `pool` has config.num_blocks blocks, or places for more. Engine.load makes all of these
+        from a folder."""
         self.config = config
         self.spec: ModelSpec = model.spec
         self.layout: KVLayout = pool.layout
@@ -221,10 +222,10 @@ class Engine:
         return has_input or bool(self._flights) or self.scheduler.has_work()
 
     def step(self) -> list[Output]:
-        """One step: all that it gives out. Where the launcher overlaps, a step is launched, and read behind the launch of its
-        successors: by the next call, or by the same one where launching takes this thread's time. Commands are obeyed
-        meanwhile, but for those that concern keys in flight: for these, for deadlines, and for steps that cannot be
-        launched ahead nothing is in flight, so all that gives blocks back comes after what touches them."""
+        """One step: all that it gives out. Where the launcher overlaps, a step is launched, and read behind the launch
+        of its successors: by the next call, or by the same one where launching takes this thread's time. Commands are
+        obeyed meanwhile, but for those that concern keys in flight: for these, for deadlines, and for steps that cannot
+        be launched ahead nothing is in flight, so all that gives blocks back comes after what touches them."""
         with self._stepping, self.runner.launcher.stream_context():
             self._outputs, self._computing = [], []
             failpoints.hit("engine.step")

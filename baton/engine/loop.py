@@ -23,8 +23,8 @@ logger = logging.getLogger(__name__)
 class EngineLoop:
     """Owns the thread that steps an engine. `on_outputs` is called on it, with the non-empty outputs of each step (and
     in mid-step with how far a held prompt is written), and must neither block nor raise; submit, start, cancel and the
-    like wake it by themselves. `on_device_lost(reason)` is called on it when the GPU fails for good, `on_broken(reason)`
-    when what a failed step held cannot be given back; they end the process."""
+    like wake it by themselves. `on_device_lost(reason)` is called on it when the GPU fails for good,
+    `on_broken(reason)` when what a failed step held cannot be given back; they end the process."""
 
     def __init__(
         self,
@@ -89,7 +89,8 @@ class EngineLoop:
             return self._fail(f"engine step failed: {type(error).__name__}: {reason}")
 
     def _fail(self, reason: str) -> list[Output]:
-        """End what the failed step computed. Where that fails too, blocks are nobody's any more, or somebody's twice."""
+        """End what the failed step computed. Where that fails too, blocks are nobody's any more, or somebody's
+        twice."""
         try:
             return self.engine.fail(reason)
         except Exception as error:

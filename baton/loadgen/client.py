@@ -90,8 +90,8 @@ class Sender:
     async def open(
         self, jobs: Sequence[Job], begin: float | None = None, ended: list[Outcome] | None = None
     ) -> list[Outcome]:
-        """Send each job at its time, whatever the others do, wait for all and return their outcomes, in the order of their
-        ends. `ended`: the list that fills meanwhile."""
+        """Send each job at its time, whatever the others do, wait for all and return their outcomes, in the order of
+        their ends. `ended`: the list that fills meanwhile."""
         begin, ended = time.monotonic() if begin is None else begin, [] if ended is None else ended
         running: list[asyncio.Task[None]] = []
         for job in jobs:

@@ -188,8 +188,8 @@ class _Client:
                 connection.close()
 
     async def _connected(self, data: bytes, timeout_s: float) -> "_Connection":
-        """Return a connection on which the request has been sent: a free one, which its server may have closed, or a new
-        one."""
+        """Return a connection on which the request has been sent: a free one, which its server may have closed, or a
+        new one."""
         while self._free:
             connection = self._free.pop()
             if not connection.is_closed:

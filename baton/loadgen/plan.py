@@ -1,4 +1,5 @@
-"""Say how jobs are sent, to which server, how many at once and as whom; and what is asked of the API that they go to."""
+"""Say how jobs are sent, to which server, how many at once and as whom; and what is asked of the API that they go
+to."""
 
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
@@ -11,8 +12,8 @@ from baton.service.security.access import Access
 
 @dataclass(frozen=True)
 class OpenAIServer:
-    """A server of OpenAI's API below `url`, and the model that is asked. `ignores_eos`: it takes `ignore_eos`, vLLM's word for
-    answers that are as long as they are asked to be."""
+    """A server of OpenAI's API below `url`, and the model that is asked. `ignores_eos`: it takes `ignore_eos`, vLLM's
+    word for answers that are as long as they are asked to be."""
 
     url: str
     model: str
@@ -55,7 +56,8 @@ class Backend(Protocol):
     def make(self, job: Job) -> Any: ...
 
     def stream(self, request: Any, outcome: Outcome) -> AsyncIterator[int]:
-        """Send the request and yield how many tokens each message has; usage and phases go into `outcome`. Raises CallFailed."""
+        """Send the request and yield how many tokens each message has; usage and phases go into `outcome`. Raises
+        CallFailed."""
         ...
 
     async def close(self) -> None: ...

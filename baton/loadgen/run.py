@@ -141,10 +141,11 @@ def _split(concurrency: int | None, num: int) -> list[int | None]:
 
 
 class _SenderProcess:
-    """A process that sends its jobs, and a connection of its own to it: what one that dies held is in the way of no other.
+    """A process that sends its jobs, and a connection of its own to it: what one that dies held is in the way of no
+    other.
 
-    It is told (plan, jobs, concurrency), says when it is ready, is told when to begin, says the latencies of each end, and
-    its _Sent at last. Whatever it is told meanwhile stops it."""
+    It is told (plan, jobs, concurrency), says when it is ready, is told when to begin, says the latencies of each end,
+    and its _Sent at last. Whatever it is told meanwhile stops it."""
 
     def __init__(self):
         context = multiprocessing.get_context("spawn")  # grpc does not survive a fork

@@ -21,8 +21,8 @@ class TraceError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class TraceEntry:
-    """One request. Equal `hash_ids` at the same places are equal prefixes, `block` tokens each; empty: unknown, the prompt
-    shares nothing."""
+    """One request. Equal `hash_ids` at the same places are equal prefixes, `block` tokens each; empty: unknown, the
+    prompt shares nothing."""
 
     at_s: float  # after the first of the trace
     num_prompt: int

@@ -40,8 +40,8 @@ def prompt_ids(job: Job, vocab_size: int, seed: int) -> list[int]:
 
 
 def _draw(seed: str, num: int, vocab_size: int) -> list[int]:
-    """Return `num` ids that depend on `seed` alone. A hash's stream: making one of numpy's generators takes longer than all else
-    that is done for a request of 256 tokens."""
+    """Return `num` ids that depend on `seed` alone. A hash's stream: making one of numpy's generators takes longer than
+    all else that is done for a request of 256 tokens."""
     import numpy as np  # here: other commands start without it
 
     words = np.frombuffer(hashlib.shake_128(seed.encode()).digest(4 * num), "<u4")
@@ -64,7 +64,8 @@ def from_trace(entries: Sequence[TraceEntry], rate_scale: float, length_scale: f
 
 
 class Shape(NamedTuple):
-    """Mean numbers of tokens of a request; the first `shared` of its prompt are the same in all, as a system prompt is."""
+    """Mean numbers of tokens of a request; the first `shared` of its prompt are the same in all, as a system prompt
+    is."""
 
     prompt: int
     output: int
@@ -83,7 +84,8 @@ WORKLOADS = {
 
 
 def drawn(rng: random.Random, times: Iterator[float], num: int, shape: Shape) -> list[Job]:
-    """Return `num` jobs whose lengths vary by a quarter around the means of `shape`; of a prompt what it does not share."""
+    """Return `num` jobs whose lengths vary by a quarter around the means of `shape`; of a prompt what it does not
+    share."""
     shared, block = ((0,), shape.shared) if shape.shared else ((), MOONCAKE_BLOCK)
     own = shape.prompt - shape.shared
     return [
@@ -112,7 +114,8 @@ def arrivals(kind: str, rate: float, rng: random.Random) -> Iterator[float]:
 
 
 def fitted(jobs: Sequence[Job], context: int) -> tuple[list[Job], int]:
-    """Jobs that the model can hold, and how many were cut: outputs to an eighth of the context at most, then prompts."""
+    """Jobs that the model can hold, and how many were cut: outputs to an eighth of the context at most, then
+    prompts."""
     longest_output = max(1, context // 8)
     cut, result = 0, []
     for job in jobs:

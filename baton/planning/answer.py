@@ -74,7 +74,8 @@ def as_json(
 
 
 def cost(choice: StackChoice, price: float | None) -> float | None:
-    """Return what a million output tokens cost at this load, for the price of a device for an hour; None without one."""
+    """Return what a million output tokens cost at this load, for the price of a device for an hour; None without
+    one."""
     tokens_per_s = choice.outcome.output_tokens_per_s
     if price is None or not tokens_per_s:
         return None
@@ -89,8 +90,8 @@ def command_lines(choice: StackChoice, device: Device, model: str) -> list[str]:
 
 
 def compose_override(choice: StackChoice, device: Device) -> list[str]:
-    """Return one host's workers and their settings, for compose.override.yaml. On GPUs each is a service: the containers of one
-    compute on the same GPU."""
+    """Return one host's workers and their settings, for compose.override.yaml. On GPUs each is a service: the
+    containers of one compute on the same GPU."""
     lines, gpus = ["services:"], list(map(str, range(choice.num_devices)))
     own = _environment(choice.worker)
     for role, number in _numbers(choice):

@@ -24,8 +24,8 @@ _NUM_ROUNDS = 5
 @dataclass(frozen=True)
 class Device:
     """Rates of one device, for a worker of its own. `flops_per_s` by the compute form; `link_bytes_per_s`: between two
-    workers. `cores`: of the host that workers and gateway share; None: the host has enough. `cache_bytes`: the last level of
-    its cache, at whose rate a step reads what fits there; 0: nothing stays there from one step to the next."""
+    workers. `cores`: of the host that workers and gateway share; None: the host has enough. `cache_bytes`: the last
+    level of its cache, at whose rate a step reads what fits there; 0: nothing stays there from one step to the next."""
 
     name: str
     kind: str  # cuda | cpu
@@ -75,8 +75,8 @@ def find_device(name: str) -> Device | None:
 
 
 def this_cpu(threads: int, known: Efficiencies | None = None) -> Device:
-    """Return this machine's CPU for workers of `threads` each. Its rates are those of `known` where that was measured on such a
-    one, since efficiencies are shares of them; else they are measured now."""
+    """Return this machine's CPU for workers of `threads` each. Its rates are those of `known` where that was measured
+    on such a one, since efficiencies are shares of them; else they are measured now."""
     name = f"{cpu.name()}, {instruction_set()}"
     if known is not None and known.name == name:
         rates = Rates(known.bytes_per_s, known.cache_bytes_per_s, known.flops_per_s * threads / known.threads)

@@ -1,6 +1,7 @@
-"""How near kernels come to what their device could do at best: measured by class and shape, and kept in a file for each kind of
-device (`python bench/kernels.py` writes one). The best is bytes over the rate of memory, of the cache where all that a step reads
-stays there, or operations over that of products, whichever takes longer; efficiency is that over the seconds measured."""
+"""How near kernels come to what their device could do at best: measured by class and shape, and kept in a file for each
+kind of device (`python bench/kernels.py` writes one). The best is bytes over the rate of memory, of the cache where all
+that a step reads stays there, or operations over that of products, whichever takes longer; efficiency is that over the
+seconds measured."""
 
 import json
 import math
@@ -18,8 +19,8 @@ _NEAR = 0.05  # of the logarithm: so near a point counts as measured
 
 @dataclass(frozen=True)
 class Point:
-    """One measured efficiency: `size` is what the kernel reads of one layer's weights, or of KV, in bytes; `rows` its tokens;
-    `is_cached`: what the step reads was in the cache since the step before."""
+    """One measured efficiency: `size` is what the kernel reads of one layer's weights, or of KV, in bytes; `rows` its
+    tokens; `is_cached`: what the step reads was in the cache since the step before."""
 
     kind: str
     form: str
@@ -31,8 +32,8 @@ class Point:
 
 @dataclass(frozen=True)
 class HostCosts:
-    """Seconds that are not kernels': of a step, of each sequence in it, of a request on its way in, of a token
-    on its way out by the cores of gateway and client, of a handover of KV besides its bytes, and of what a request waits
+    """Seconds that are not kernels': of a step, of each sequence in it, of a request on its way in, of a token on its
+    way out by the cores of gateway and client, of a handover of KV besides its bytes, and of what a request waits
     longer for its first token where another worker reads it."""
 
     step_s: float
@@ -72,8 +73,8 @@ class Efficiencies:
         return max(self.used, key=_ORDER.index, default=MEASURED)
 
     def of(self, kind: str, form: str, size: float, rows: float, is_cached: bool = False) -> float:
-        """Return the efficiency of a kernel, interpolated in the logarithms of size and rows. Raises KeyError for a form of
-        which nothing is known, nor of one that computes alike."""
+        """Return the efficiency of a kernel, interpolated in the logarithms of size and rows. Raises KeyError for a
+        form of which nothing is known, nor of one that computes alike."""
         own = self._tables.get((kind, form, is_cached)) or self._tables.get((kind, "*", is_cached))
         table = own or self._tables[kind, _NEXT[form], is_cached]
         sizes = sorted(table)
@@ -88,8 +89,8 @@ class Efficiencies:
 
 
 def _between(values: Sequence[float], wanted: float) -> tuple[float, float, float, str]:
-    """Return the neighbours of `wanted`, how far it is from the lower to the higher by the logarithm, and how sure that is.
-    Beyond the ends the nearest counts."""
+    """Return the neighbours of `wanted`, how far it is from the lower to the higher by the logarithm, and how sure that
+    is. Beyond the ends the nearest counts."""
     if wanted <= values[0] or wanted >= values[-1]:
         end = values[0] if wanted <= values[0] else values[-1]
         return end, end, 0.0, MEASURED if abs(math.log(max(wanted, 1) / end)) < _NEAR else EXTRAPOLATED

@@ -20,8 +20,8 @@ _WIDE_ROWS = 4  # of hidden_size, that a step holds for each token: the residual
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Bytes of one worker, of each rank where several share its layers, which share the KV too. `kernel_bytes`: of the linear
-    weights as the engine counts them; `step_bytes` is an estimate."""
+    """Bytes of one worker, of each rank where several share its layers, which share the KV too. `kernel_bytes`: of the
+    linear weights as the engine counts them; `step_bytes` is an estimate."""
 
     kernel_bytes: int
     other_weight_bytes: int  # embedding and norms
@@ -49,8 +49,8 @@ class MemoryPlan:
 
 
 def linear_shapes(spec: ModelSpec, degree: int = 1) -> Counter[tuple[int, int]]:
-    """Return how many linear weights of each (outputs, inputs) the layers have, without the head; of `degree` ranks those of
-    each."""
+    """Return how many linear weights of each (outputs, inputs) the layers have, without the head; of `degree` ranks
+    those of each."""
     shapes = Counter[tuple[int, int]]()
     hidden, queries = spec.hidden_size, spec.num_heads * spec.head_dim // degree
     for layer in spec.layers:
@@ -69,8 +69,8 @@ def linear_shapes(spec: ModelSpec, degree: int = 1) -> Counter[tuple[int, int]]:
 
 
 def held_weights(spec: ModelSpec, form: Form, on_cpu: bool, degree: int = 1, dtype: str = "bf16") -> HeldWeights:
-    """Return what a worker holds of a model in a form, each of `degree` ranks. `dtype`: in which it computes where it rounds
-    the weights. Raises ModelError where its files cannot be divided so."""
+    """Return what a worker holds of a model in a form, each of `degree` ranks. `dtype`: in which it computes where it
+    rounds the weights. Raises ModelError where its files cannot be divided so."""
     if isinstance(form, StoredForm):
         return form.held(degree)
     head_form = _head_form(form)
@@ -120,7 +120,8 @@ def _other_bytes(spec: ModelSpec, form: str) -> int:
 
 
 def step_bytes(spec: ModelSpec, num_tokens: int, max_num_seqs: int) -> int:
-    """Estimate what the largest step takes: rows of all tokens, the MLP's width, logits of all sequences in fp32, twice."""
+    """Estimate what the largest step takes: rows of all tokens, the MLP's width, logits of all sequences in fp32,
+    twice."""
     widths = [(1 + spec.gated) * spec.intermediate_size]
     widths += [2 * e.num_chosen * e.intermediate_size for layer in spec.layers if (e := layer.experts) is not None]
     rows = num_tokens * 2 * (_WIDE_ROWS * spec.hidden_size + max(widths) + spec.num_heads * spec.head_dim)
@@ -128,8 +129,8 @@ def step_bytes(spec: ModelSpec, num_tokens: int, max_num_seqs: int) -> int:
 
 
 def plan_memory(spec: ModelSpec, device: Device, config: EngineConfig, form: Form) -> MemoryPlan:
-    """Return the memory of a worker with this config, whose dtypes are resolved. Raises ValueError where it does not fit, and
-    ModelError as `held_weights` does."""
+    """Return the memory of a worker with this config, whose dtypes are resolved. Raises ValueError where it does not
+    fit, and ModelError as `held_weights` does."""
     if spec.state is not None:
         raise ValueError(f"{spec.folder}: models whose layers keep a state are not planned yet")
     on_cpu = device.kind == "cpu"

@@ -1,4 +1,5 @@
-"""Find the smallest stack that holds a load: sizes that could by their capacity, smallest first, each tried in virtual time."""
+"""Find the smallest stack that holds a load: sizes that could by their capacity, smallest first, each tried in virtual
+time."""
 
 import math
 import statistics
@@ -31,7 +32,8 @@ _CURVE = (0.5, 0.8, 1.0, 1.25, 1.6)  # of the rate asked for
 
 
 class Ask(NamedTuple):
-    """What is asked for. `entries` come at `rate` a second; `attainment`: the share of requests that must meet the SLO."""
+    """What is asked for. `entries` come at `rate` a second; `attainment`: the share of requests that must meet the
+    SLO."""
 
     entries: Sequence[TraceEntry]
     rate: float
@@ -224,8 +226,8 @@ def evaluate(
 
 
 def _without_idle_blocks(config: EngineConfig, entries: Sequence[TraceEntry]) -> EngineConfig:
-    """Return a config without blocks that these requests could never fill, twice over: a small model has millions on a large
-    device, each of which takes a virtual engine its time."""
+    """Return a config without blocks that these requests could never fill, twice over: a small model has millions on a
+    large device, each of which takes a virtual engine its time."""
     assert config.num_blocks is not None, "the config is resolved"
     most = sum((entry.num_prompt + entry.num_output) // config.block_size + 2 for entry in entries)
     return replace(config, num_blocks=min(config.num_blocks, 2 * most))

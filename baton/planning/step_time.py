@@ -1,4 +1,5 @@
-"""The seconds of a step: what each class of kernels reads and computes, by the rates of the device and the efficiency there."""
+"""The seconds of a step: what each class of kernels reads and computes, by the rates of the device and the efficiency
+there."""
 
 from typing import NamedTuple
 
@@ -24,11 +25,12 @@ class StepBound(NamedTuple):
 
 
 class Roofs:
-    """The seconds that each class of kernels takes at best: bytes over the rate of memory, or operations over that of products."""
+    """The seconds that each class of kernels takes at best: bytes over the rate of memory, or operations over that of
+    products."""
 
     def __init__(self, spec: ModelSpec, device: Device, form: Form, kv_form: str, dtype: str = "bf16"):
-        """`dtype`: in which workers compute that round the weights. Raises ValueError where the device has no products of
-        this form."""
+        """`dtype`: in which workers compute that round the weights. Raises ValueError where the device has no products
+        of this form."""
         self.spec, self.device = spec, device
         held = held_weights(spec, form, device.kind == "cpu", dtype=dtype)
         if held.computes not in device.flops_per_s:
@@ -50,8 +52,8 @@ class Roofs:
         return self.all_layer_bytes / self.spec.num_layers
 
     def is_cached(self, num_kv_tokens: float) -> bool:
-        """Return whether all that a step reads is still in the cache when the next one begins: weights, and KV of so many
-        tokens. One after the other they push each other out as soon as they are larger together."""
+        """Return whether all that a step reads is still in the cache when the next one begins: weights, and KV of so
+        many tokens. One after the other they push each other out as soon as they are larger together."""
         read = self.all_layer_bytes + self.head_bytes + num_kv_tokens * self.kv_token_bytes
         return read <= self.device.cache_bytes
 

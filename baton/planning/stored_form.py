@@ -1,5 +1,5 @@
-"""The form in which a folder or a .gguf file is stored that workers serve as it is, and what they hold of it: as the loader's own
-readers have it, with one module read of all that are stored alike."""
+"""The form in which a folder or a .gguf file is stored that workers serve as it is, and what they hold of it: as the
+loader's own readers have it, with one module read of all that are stored alike."""
 
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
@@ -25,8 +25,9 @@ from baton.planning.devices import Device
 
 
 class HeldWeights(NamedTuple):
-    """What a worker holds of a model, each rank where several share its layers, in bytes. `form`, `head_form`: none, int8,
-    int4-gN or fp8, by which the speeds of kernels are known; `computes`: bf16, fp32, int8 or fp8, as the layers multiply."""
+    """What a worker holds of a model, each rank where several share its layers, in bytes. `form`, `head_form`: none,
+    int8, int4-gN or fp8, by which the speeds of kernels are known; `computes`: bf16, fp32, int8 or fp8, as the layers
+    multiply."""
 
     form: str
     head_form: str
@@ -41,8 +42,8 @@ class HeldWeights(NamedTuple):
 
 
 class StoredForm:
-    """The form of one model for workers on one kind of device, which compute in `dtype`. As a string its name: of all forms of
-    its weights, the one of most first."""
+    """The form of one model for workers on one kind of device, which compute in `dtype`. As a string its name: of all
+    forms of its weights, the one of most first."""
 
     def __init__(self, spec: ModelSpec, device: Device, dtype: str = "bf16"):
         """Raises ModelError for what no worker would read."""
@@ -97,8 +98,8 @@ class StoredForm:
         return lambda weight, bias=None, *_: WeightOnGpu(weight, bias, dtype, multiplies_fp8)
 
     def _computes(self, form: str) -> str:
-        """A CPU rounds rows for integer weights of any kind; a GPU where the form says so. Other rows are multiplied as they
-        are."""
+        """A CPU rounds rows for integer weights of any kind; a GPU where the form says so. Other rows are multiplied as
+        they are."""
         nearest_form, as_they_are = nearest(form), "fp32" if self._dtype == torch.float32 else "bf16"
         if self._device.kind == "cpu":
             return "int8" if nearest_form.startswith("int") else as_they_are
@@ -107,8 +108,9 @@ class StoredForm:
 
 
 class SampledLinears(Linears):
-    """As Linears, but of modules that are stored alike one is read: for sizes, not for a model. What the values alone tell, as
-    zero points that are all the middle or an order of inputs that is the plain one, is taken to be as in that one."""
+    """As Linears, but of modules that are stored alike one is read: for sizes, not for a model. What the values alone
+    tell, as zero points that are all the middle or an order of inputs that is the plain one, is taken to be as in that
+    one."""
 
     def __init__(self, *arguments):
         super().__init__(*arguments)

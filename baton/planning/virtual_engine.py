@@ -1,5 +1,5 @@
-"""An engine in virtual time: Baton's own, with its scheduler, admission, ledger and prefix cache, over a model that computes
-nothing and says how long it would have taken."""
+"""An engine in virtual time: Baton's own, with its scheduler, admission, ledger and prefix cache, over a model that
+computes nothing and says how long it would have taken."""
 
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -43,7 +43,8 @@ class VirtualLauncher(Launcher):
 
 
 def virtual_engine(spec: ModelSpec, config: EngineConfig, step_s: Callable[[StepPieces], float]) -> Engine:
-    """Return an engine whose steps take as long as `step_s` says. `config` is resolved; its pool holds a byte or two a token."""
+    """Return an engine whose steps take as long as `step_s` says. `config` is resolved; its pool holds a byte or two a
+    token."""
     layout = KVLayout((KVGroup("paged", 1, 1, 1, "fp8_e4m3", config.block_size),))
     assert config.num_blocks is not None, "the config is resolved"
     pool = KVPool(layout, config.num_blocks)

@@ -1,5 +1,5 @@
-"""A stack that serves a load in virtual time: the gateway's routing, queues and admission, and workers whose engines are Baton's
-own (virtual_engine.py). Processes of one host share its cores."""
+"""A stack that serves a load in virtual time: the gateway's routing, queues and admission, and workers whose engines
+are Baton's own (virtual_engine.py). Processes of one host share its cores."""
 
 import heapq
 import itertools
@@ -96,8 +96,8 @@ class VirtualStack:
     def __init__(
         self, shape: StackShape, times: dict[str, StepTimes], slo: Slo = Slo(), concurrency: int | None = None
     ):
-        """`times` by role. `slo`: the class that every request names; empty: none. `concurrency`: a closed loop of as many,
-        in which entries come as others end."""
+        """`times` by role. `slo`: the class that every request names; empty: none. `concurrency`: a closed loop of as
+        many, in which entries come as others end."""
         self.now = 0.0
         self._slo, self._split, self._concurrency = slo, shape.split, concurrency
         self._times = times
@@ -300,8 +300,9 @@ class VirtualStack:
         self._wake(worker)
 
     def _crowded_s(self, step_s: float) -> float:
-        """Return how long a step takes where processes of one host share its cores: all ranks of workers that compute now, and
-        gateway and clients, which work on a core of their own if there is one, and else take as much from each of the others."""
+        """Return how long a step takes where processes of one host share its cores: all ranks of workers that compute
+        now, and gateway and clients, which work on a core of their own if there is one, and else take as much from each
+        of the others."""
         if (cores := self._device.cores) is None:
             return step_s
         busy = [worker for worker in self.workers if worker.is_busy]

@@ -33,8 +33,8 @@ def at_rate(entries: Sequence[TraceEntry], rate: float) -> list[TraceEntry]:
 
 
 def span_names(entry: TraceEntry, number: int) -> tuple[bytes, ...]:
-    """Return names for the spans of a prompt: equal where the trace says that prefixes are, and behind those the own of request
-    `number`. None where the trace says nothing of prefixes."""
+    """Return names for the spans of a prompt: equal where the trace says that prefixes are, and behind those the own of
+    request `number`. None where the trace says nothing of prefixes."""
     if not entry.hash_ids:
         return ()
     names: list[bytes] = []

@@ -42,8 +42,8 @@ def read_prompts(path: Path) -> list[Prompt]:
 
 
 def load_tokenizer(model: Path) -> Tokenizer:
-    """tokenizer.json of a model folder, for whole texts: bounds and padding that it was saved with are another's. Raises
-    QuantizeError."""
+    """tokenizer.json of a model folder, for whole texts: bounds and padding that it was saved with are another's.
+    Raises QuantizeError."""
     path = model / "tokenizer.json"
     try:
         tokenizer = Tokenizer.from_file(str(path))

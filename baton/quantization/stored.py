@@ -23,8 +23,8 @@ def tensors_of(module: str, form: IntWeight | Fp8Weight, dtype: torch.dtype, pac
 
 
 def config_of(scheme: str, form: IntWeight | Fp8Weight, packed: bool, group: int | None) -> dict:
-    """quantization_config of a model whose linears, the head aside, all have forms like this one, with a scale for `group`
-    inputs, or for all."""
+    """quantization_config of a model whose linears, the head aside, all have forms like this one, with a scale for
+    `group` inputs, or for all."""
     if scheme == "int8-outlier":
         return {"quant_method": OWN_METHOD, "scheme": scheme, "ignore": ["lm_head"]}
     number = "float" if isinstance(form, Fp8Weight) else "int"

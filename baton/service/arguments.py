@@ -1,4 +1,5 @@
-"""Subcommands, and values of their arguments, checked as they are read: argparse says which one is wrong, and ends with 2."""
+"""Subcommands, and values of their arguments, checked as they are read: argparse says which one is wrong, and ends with
+2."""
 
 import argparse
 import math

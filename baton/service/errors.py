@@ -12,14 +12,14 @@ DOMAIN = "baton"
 _DETAILS_KEY = "grpc-status-details-bin"
 _PUSHBACK_KEY = "grpc-retry-pushback-ms"  # what retries of gRPC itself read, which know no RetryInfo
 _NO_RETRY = "-1"
-# In UTF-8. Clients take 8 KiB of metadata: percent-encoding makes three of a byte, and the details have it once or twice more,
-# in base64.
+# In UTF-8. Clients take 8 KiB of metadata: percent-encoding makes three of a byte, and the details have it once or
+# twice more, in base64.
 _MAX_MESSAGE_BYTES = 1000
 
 
 class BatonError(Exception):
-    """An ending that a caller sees. `reason` is UPPER_SNAKE and stable; `message` is one line for people; `request_id` is
-    set once it is known which request it ends."""
+    """An ending that a caller sees. `reason` is UPPER_SNAKE and stable; `message` is one line for people; `request_id`
+    is set once it is known which request it ends."""
 
     code = grpc.StatusCode.INTERNAL
     reason = "INTERNAL"

@@ -1,6 +1,6 @@
-"""What a worker cannot go on after: no memory is left, the device is lost or hangs, a rank is gone. It ends at once, and its streams
-continue elsewhere. What was refused memory is half done, and it is unknown which half: fetches were seen to stop for good while
-the worker said that it served."""
+"""What a worker cannot go on after: no memory is left, the device is lost or hangs, a rank is gone. It ends at once,
+and its streams continue elsewhere. What was refused memory is half done, and it is unknown which half: fetches were
+seen to stop for good while the worker said that it served."""
 
 import logging
 import os

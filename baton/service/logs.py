@@ -1,4 +1,5 @@
-"""Logs: one line an event on stderr, `2026-11-30T18:10:48.556+01:00 role level message key=value`. Prompts and token ids never go in."""
+"""Logs: one line an event on stderr, `2026-11-30T18:10:48.556+01:00 role level message key=value`. Prompts and token
+ids never go in."""
 
 import logging
 import os
@@ -16,8 +17,8 @@ _LEVELS = ("debug", "info", "warning", "error")
 
 
 def setup(role: str, level: str = "info") -> None:
-    """Send the logs of this process to stderr, under its name if it has one, else its role. Raises ValueError for an unknown
-    level."""
+    """Send the logs of this process to stderr, under its name if it has one, else its role. Raises ValueError for an
+    unknown level."""
     if level not in _LEVELS:
         raise ValueError(f"unknown log level {level!r}; one of {', '.join(_LEVELS)}")
     handler = _Handler(sys.stderr)

@@ -170,8 +170,8 @@ def given(cls: type, flags: argparse.Namespace | Mapping[str, object], prefix: s
 
 
 def to_argv(cls: type, values: Mapping[str, object]) -> list[str]:
-    """Flags that say `values` (fields of `cls`) to another process. A number that is None is `auto`, as its variable may say
-    otherwise there; another None is left out."""
+    """Flags that say `values` (fields of `cls`) to another process. A number that is None is `auto`, as its variable
+    may say otherwise there; another None is left out."""
     argv = []
     for name, (field, kind) in flat_fields(cls).items():
         value = values.get(name)
@@ -201,8 +201,8 @@ def from_table(
     skip: Collection[str] = (),
     beside: Collection[str] = (),
 ) -> dict[str, Sourced]:
-    """Return the fields of `cls` but `skip` that a table of a TOML file sets; `where` names it, `beside` are names that it may
-    have too. Raises SettingsError."""
+    """Return the fields of `cls` but `skip` that a table of a TOML file sets; `where` names it, `beside` are names that
+    it may have too. Raises SettingsError."""
     fields = {name: field for name, field in flat_fields(cls).items() if name not in skip}
     values = {}
     for key, value in table.items():

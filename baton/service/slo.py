@@ -19,8 +19,8 @@ class Slo(NamedTuple):
         return ",".join(f"{name}={1e3 * value:.12g}ms" for name, value in parts)
 
     def missed(self, ttft_s: float | None, tpot_s: float | None, e2e_s: float) -> list[str]:
-        """Return which of ttft, tpot and e2e were missed. None: it has none, and cannot miss it, as an answer of one token
-        has no `tpot_s`."""
+        """Return which of ttft, tpot and e2e were missed. None: it has none, and cannot miss it, as an answer of one
+        token has no `tpot_s`."""
         measured = {"ttft": ttft_s, "tpot": tpot_s, "e2e": e2e_s}
         bounds = zip(self, measured.items(), strict=True)
         return [name for bound, (name, value) in bounds if bound is not None and value is not None and value > bound]

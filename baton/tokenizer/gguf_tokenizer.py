@@ -136,7 +136,8 @@ def _merges(vocabulary: dict[str, int], scores: list[float], pieces: set[str]) -
 
 
 def _add_tokens(tokenizer: Tokenizer, tokens: list[str], types: list[int]) -> None:
-    """Control tokens have no text; user-defined ones are matched whole. All at once: each call reads those that are there."""
+    """Control tokens have no text; user-defined ones are matched whole. All at once: each call reads those that are
+    there."""
     by_kind = [*zip(tokens, types, strict=True)]
     control = [token for token, kind in by_kind if kind in (UNKNOWN, CONTROL)]
     defined = [token for token, kind in by_kind if kind == USER_DEFINED]

@@ -164,7 +164,8 @@ def make_demo(recipe: Recipe, out: Path, seed: int = 0, threads: int | None = No
 def make_int4(recipe: Recipe, out: Path, seed: int = 0, threads: int | None = None) -> dict:
     """Train the int4 weights of the target that `out` holds: target-int4/; returns its figures.
 
-    State for resuming is kept in `out/.training-int4` and removed at the end. Raises OSError if `out` cannot be written.
+    State for resuming is kept in `out/.training-int4` and removed at the end. Raises OSError if `out` cannot be
+    written.
     """
     set_threads(threads)
     target, work = out / "target", out / ".training-int4"

@@ -74,8 +74,8 @@ log = logging.getLogger(__name__)
 def load_engine(
     config: EngineConfig, memory: PoolMemory, joining: RankListener | None = None, cores: SharedCores | None = None
 ) -> Engine:
-    """Raises ModelError for a folder that cannot be served, ValueError for an option that does not fit the model. `joining`:
-    where ranks of other hosts join; `cores`: that it shares with other workers."""
+    """Raises ModelError for a folder that cannot be served, ValueError for an option that does not fit the model.
+    `joining`: where ranks of other hosts join; `cores`: that it shares with other workers."""
     if cores is not None:
         torch.set_num_threads(cores.share)
     engine = Engine.load(
@@ -89,8 +89,8 @@ def load_engine(
 
 
 async def _load_unless_stopped(loading: Coroutine[Any, Any, Engine], stop: asyncio.Event) -> Engine:
-    """Return what is loaded. Does not return if `stop` comes first, when there is nothing to drain: the thread that reads a
-    model, or waits for ranks of other hosts, ends with the process alone."""
+    """Return what is loaded. Does not return if `stop` comes first, when there is nothing to drain: the thread that
+    reads a model, or waits for ranks of other hosts, ends with the process alone."""
     reading, stopping = asyncio.create_task(loading), asyncio.create_task(stop.wait())
     try:
         await asyncio.wait((reading, stopping), return_when=asyncio.FIRST_COMPLETED)
@@ -104,8 +104,8 @@ async def _load_unless_stopped(loading: Coroutine[Any, Any, Engine], stop: async
 
 @asynccontextmanager
 async def sharing_cores(settings: WorkerSettings) -> AsyncIterator[SharedCores | None]:
-    """Within the block this worker has its place among those that compute on this host's cores; None on a GPU, and where its
-    number of threads was given."""
+    """Within the block this worker has its place among those that compute on this host's cores; None on a GPU, and
+    where its number of threads was given."""
     config = settings.engine
     if config.threads is not None or "OMP_NUM_THREADS" in os.environ or find_device(config.device).type != "cpu":
         yield None
@@ -129,8 +129,8 @@ class BoundServer(NamedTuple):
 
 
 def bind_server(settings: WorkerSettings) -> BoundServer:
-    """Bind the port of a worker. Raises ListenError for one that is taken, SettingsError for certificates that cannot be
-    read."""
+    """Bind the port of a worker. Raises ListenError for one that is taken, SettingsError for certificates that cannot
+    be read."""
     tls = settings.tls
     if tls:
         tls.check()
@@ -158,8 +158,8 @@ async def listening_for_ranks(settings: WorkerSettings) -> AsyncIterator[RankLis
 class Worker:
     """A worker that serves within `async with`. Built inside a running event loop; `start` and `stop` are the block's.
 
-    `port` and `admin_port` are those that it listens on; `service` is what gateways call there; `engine`, `commands` and
-    `sessions` are its parts."""
+    `port` and `admin_port` are those that it listens on; `service` is what gateways call there; `engine`, `commands`
+    and `sessions` are its parts."""
 
     def __init__(
         self, settings: WorkerSettings, role: str, table: Table, engine: Engine, memory: PoolMemory, digest: bytes,
@@ -310,8 +310,8 @@ async def running(settings: WorkerSettings, role: str, table: Table, stop: async
 
 
 async def serve(settings: WorkerSettings, role: str, table: Table, stop: asyncio.Event) -> NextRole | int:
-    """Serve until `stop`, or until a Drain comes, then drain; return the exit status, or what comes next. Raises as `running`
-    does."""
+    """Serve until `stop`, or until a Drain comes, then drain; return the exit status, or what comes next. Raises as
+    `running` does."""
     telemetry.setup(f"baton-{role}")
     async with running(settings, role, table, stop) as worker:
         host = host_of(settings.listen)

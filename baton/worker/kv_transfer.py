@@ -1,4 +1,5 @@
-"""Both ends of the KV transfer of one worker, over one pool or those of its ranks: a source that gives and a fetcher that takes."""
+"""Both ends of the KV transfer of one worker, over one pool or those of its ranks: a source that gives and a fetcher
+that takes."""
 
 import logging
 from dataclasses import replace
@@ -32,8 +33,8 @@ REGISTERING = "nixl"  # registers the pages of a pool once, where its network ca
 
 
 def usable_transports(engine: Engine, settings: WorkerSettings) -> list[str]:
-    """Return the transports of the settings, in their order. Raises ValueError where pages of the pool come and go, and one is
-    named that does not follow, or where, on a CPU, none of them moves the model's states."""
+    """Return the transports of the settings, in their order. Raises ValueError where pages of the pool come and go, and
+    one is named that does not follow, or where, on a CPU, none of them moves the model's states."""
     found = [name for name in allowed(settings.transports) if name not in settings.refused_transports]
     if engine.layout.state is not None and engine.pool.device.type == "cpu" and found == [REGISTERING]:
         raise ValueError(
@@ -52,13 +53,14 @@ def usable_transports(engine: Engine, settings: WorkerSettings) -> list[str]:
 
 class KVTransfer:
     """`handoff` leases what is here, `intake` pulls what other workers have. `gives` and `takes`: words for the KV that
-    others may take from here, and that may come here; `layout`: of all of it. Usable by legs at once; takers reach it from `start` on."""
+    others may take from here, and that may come here; `layout`: of all of it. Usable by legs at once; takers reach it
+    from `start` on."""
 
     def __init__(
         self, engine: Engine, memory: PoolMemory, identity: SourceIdentity, settings: WorkerSettings, guard: Guard
     ):
-        """`guard` protects KV over gRPC. Raises LayoutMismatch for a layout that cannot be moved, ValueError for a transport that
-        this pool cannot have."""
+        """`guard` protects KV over gRPC. Raises LayoutMismatch for a layout that cannot be moved, ValueError for a
+        transport that this pool cannot have."""
         self._settings, self._mirror_gib = settings, memory.mirror_gib
         self._transports = usable_transports(engine, settings)
         self._security = kv_security(settings.tls, guard)

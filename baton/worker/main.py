@@ -29,9 +29,9 @@ def main(
     role: Role, load_table: Callable[[], "Table"], argv: Sequence[str] | None = None,  # noqa: F821
     serve: Callable[..., Awaitable[int]] | None = None,
 ) -> int:  # fmt: skip
-    """Run a worker to its end: 0 drained, 1 failed, 2 wrong use or a model that cannot be served, 3 drained to stay away; a
-    failed start says why in one line on stderr. `load_table`: returns the states of its legs, and imports torch. `serve`:
-    in place of app.serve, where the process is more than a worker."""
+    """Run a worker to its end: 0 drained, 1 failed, 2 wrong use or a model that cannot be served, 3 drained to stay
+    away; a failed start says why in one line on stderr. `load_table`: returns the states of its legs, and imports
+    torch. `serve`: in place of app.serve, where the process is more than a worker."""
     prog = f"{role.name}_worker"
     parser = make_parser(f"python -m {prog}", role.description)
     parser.add_argument("--config", type=Path, metavar="FILE", help="settings as TOML; environment and flags win")
@@ -48,8 +48,8 @@ def main(
     # parallel regions (seen: about 8 ms each on 2 cores).
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     # The event loop may hold the interpreter this long when the engine's thread wants it back after an operator; the
-    # default of 5 ms is a whole step of a small model. Each who waits looks as often: at 0.1 ms, and 16 streams, a worker
-    # made ten system calls a token for it.
+    # default of 5 ms is a whole step of a small model. Each who waits looks as often: at 0.1 ms, and 16 streams, a
+    # worker made ten system calls a token for it.
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     # Only now: torch takes seconds, and a wrong flag or --help should not wait for it.
     with progress.phase(prog, "importing torch"):

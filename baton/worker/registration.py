@@ -23,8 +23,8 @@ log = logging.getLogger(__name__)
 
 
 async def register(gateways: tuple[str, ...], request: pb.RegisterRequest, access: Access) -> None:
-    """Register with all of `gateways` until cancelled. One that does not answer is asked again; why is logged, and whenever that
-    changes."""
+    """Register with all of `gateways` until cancelled. One that does not answer is asked again; why is logged, and
+    whenever that changes."""
     async with asyncio.TaskGroup() as group:
         for address in gateways:
             tasks.start(f"registration {address}", partial(_with, address, request, access), group=group)
@@ -59,7 +59,8 @@ async def _with(address: str, request: pb.RegisterRequest, access: Access) -> No
 
 
 def _ended(access: Access) -> str:
-    """Return what to say of this worker's certificate if it has ended: a gateway closes the connection, which does not say why."""
+    """Return what to say of this worker's certificate if it has ended: a gateway closes the connection, which does not
+    say why."""
     if access.tls_cert is not None:
         with suppress(OSError, ValueError):
             if (end := end_of(access.tls_cert.read_bytes())) < time.time():

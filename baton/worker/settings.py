@@ -21,8 +21,8 @@ _HOST = re.compile(rf"({_LABEL}\.)*{_LABEL}")
 
 @dataclass(frozen=True)
 class WorkerSettings(Exposure):
-    """The settings of a worker process; those of its engine are declared by EngineConfig, and are flags of the worker like
-    its own. Raises ValueError, one line, for what cannot have an effect."""
+    """The settings of a worker process; those of its engine are declared by EngineConfig, and are flags of the worker
+    like its own. Raises ValueError, one line, for what cannot have an effect."""
 
     engine: EngineConfig
     listen: str = option("address of the gRPC server; port 0: the system chooses", "127.0.0.1:0", metavar="HOST:PORT")
@@ -184,7 +184,8 @@ class WorkerSettings(Exposure):
 
 
 def _is_host(text: str) -> bool:
-    """Return whether it is a name, or an IP address that means the same on other machines: one with a scope does not."""
+    """Return whether it is a name, or an IP address that means the same on other machines: one with a scope does
+    not."""
     if ":" not in text:
         return bool(_HOST.fullmatch(text))
     try:

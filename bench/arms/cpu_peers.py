@@ -1,5 +1,5 @@
-"""Against whom bench/cpu.py measures: llama.cpp and OpenVINO in processes of their own, transformers in this one; seconds
-of each."""
+"""Against whom bench/cpu.py measures: llama.cpp and OpenVINO in processes of their own, transformers in this one;
+seconds of each."""
 
 import json
 import os

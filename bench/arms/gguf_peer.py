@@ -37,8 +37,8 @@ class Model(Protocol):
 
 
 def serve(load: Callable[[Path], Model]) -> None:
-    """Answer the lines of stdin: `python -m MODULE FOLDER NUM_LAYERS [mixture]`. Writes the file of a type into FOLDER when
-    it is first asked for."""
+    """Answer the lines of stdin: `python -m MODULE FOLDER NUM_LAYERS [mixture]`. Writes the file of a type into FOLDER
+    when it is first asked for."""
     folder, num_layers, shape = Path(sys.argv[1]), int(sys.argv[2]), MIXTURE if "mixture" in sys.argv[3:] else LLAMA
     loaded: dict[str, Model] = {}
     for line in sys.stdin:

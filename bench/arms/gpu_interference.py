@@ -1,7 +1,8 @@
 """Two engines on one GPU, a process each: what decode loses while the other reads prompts, and the other way round.
 
 Kernels of two processes run at the same time only under CUDA's Multi-Process Service (nvidia-cuda-mps-control -d,
-before anything else uses the GPU); otherwise they take turns. A share of the multiprocessors can be all that prompts get.
+before anything else uses the GPU); otherwise they take turns. A share of the multiprocessors can be all that prompts
+get.
 """
 
 import multiprocessing

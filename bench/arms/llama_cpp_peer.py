@@ -1,4 +1,5 @@
-"""llama.cpp as a peer of bench/cpu.py (gguf_peer.py): python -m bench.arms.llama_cpp_peer FOLDER NUM_LAYERS [mixture]."""
+"""llama.cpp as a peer of bench/cpu.py (gguf_peer.py): python -m bench.arms.llama_cpp_peer FOLDER NUM_LAYERS
+[mixture]."""
 
 import sys
 import time

@@ -1,5 +1,5 @@
-"""The models of bench/cpu.py, with a vocabulary of 32k and an output head of their own. Nothing but numbers: its peers read
-them where torch is not installed."""
+"""The models of bench/cpu.py, with a vocabulary of 32k and an output head of their own. Nothing but numbers: its peers
+read them where torch is not installed."""
 
 from dataclasses import dataclass
 

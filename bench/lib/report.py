@@ -72,7 +72,8 @@ class Report:
         return [*(row for row in self.kept if row.row not in names), *self.rows]
 
     def go_on(self, path: Path) -> None:
-        """Keep the rows of a file to which earlier runs wrote other parts. Raises SystemExit if it is of another machine."""
+        """Keep the rows of a file to which earlier runs wrote other parts. Raises SystemExit if it is of another
+        machine."""
         earlier = json.loads(path.read_text())
         for what, here in (("quick", self.quick), ("machine", machine()), ("versions", versions())):
             if earlier[what] != here:
@@ -99,7 +100,8 @@ class Report:
 def start(name: str, description: str, parts: Sequence[str] = ()) -> tuple[argparse.Namespace, Report]:
     """The face that all benches share: `python bench/NAME.py [--quick] [--json FILE]`, and [--only PART ...] where a
     bench has parts that can be run alone (arguments.only: those to run; FILE then keeps the rows of other parts).
-    Behind it a bench ends early by an exception alone: Python asks nobody about sys.exit, and the rows would be lost."""
+    Behind it a bench ends early by an exception alone: Python asks nobody about sys.exit, and the rows would be
+    lost."""
     parser = argparse.ArgumentParser(prog=f"bench/{name}.py", description=description)
     parser.add_argument("--quick", action="store_true", help="fewer rounds, under 60 s")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the report to FILE")
@@ -156,7 +158,8 @@ def medians(values: dict[str, list[float]]) -> dict[str, float]:
 
 
 def percentile_ms(seconds: Sequence[float], percent: int) -> float:
-    """Return milliseconds, never more than the largest value; also of a single one: on a busy machine few come. Raises ValueError where there is none."""
+    """Return milliseconds, never more than the largest value; also of a single one: on a busy machine few come. Raises
+    ValueError where there is none."""
     if not seconds:
         raise ValueError("nothing came while this was measured")
     return 1e3 * percentile(seconds, percent)

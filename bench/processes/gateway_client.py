@@ -1,4 +1,5 @@
-"""A process of clients for bench/gateway.py: python -m bench.processes.gateway_client TARGET,... WHAT NUMBER SECONDS OUTPUT.
+"""A process of clients for bench/gateway.py: python -m bench.processes.gateway_client TARGET,... WHAT NUMBER SECONDS
+OUTPUT.
 
 WHAT is `rate` (NUMBER requests/s, open loop), `closed` (NUMBER streams at once) or `held` (NUMBER streams that stay
 open for SECONDS). Prints one JSON object: times are monotonic seconds, tokens come as (step modulo, time).

@@ -1,8 +1,8 @@
 """A decode worker that computes nothing, for bench/gateway.py: python -m bench.processes.stub_worker --model DIR [...].
 
-Grants at once, has prefilled at once, then gives every sequence one token a step, all of a step in one message. A token's
-id tells its step (FIRST_ID + step % NUM_IDS), and the times of all steps (monotonic) are written to --log at the end, so
-a client can tell how long a token was on its way.
+Grants at once, has prefilled at once, then gives every sequence one token a step, all of a step in one message. A
+token's id tells its step (FIRST_ID + step % NUM_IDS), and the times of all steps (monotonic) are written to --log at
+the end, so a client can tell how long a token was on its way.
 """
 
 import argparse

@@ -13,7 +13,8 @@ from bench.simulation.simulated_request import Asked
 
 
 class Autoscaling:
-    """Let the scaler decide each minute of the fleet, and carry it out: a worker serves `start_s` after it was decided on."""
+    """Let the scaler decide each minute of the fleet, and carry it out: a worker serves `start_s` after it was decided
+    on."""
 
     def __init__(self, fleet: LiveFleet, scaler: Scaler, start_s: float):
         self._fleet, self._scaler, self._start_s = fleet, scaler, start_s

@@ -193,8 +193,8 @@ class Fleet:
         decided: Mapping[int, Decision] = MappingProxyType({}),
         turned: int | None = None,
     ):
-        """`decided`: requests by their place in the trace, and what they do whatever their turn finds; `turned`: one that goes
-        the other way than the one that is chosen for it."""
+        """`decided`: requests by their place in the trace, and what they do whatever their turn finds; `turned`: one
+        that goes the other way than the one that is chosen for it."""
         self._index, self._pace_estimator = Index(), PaceEstimator()  # of all workers
         common = machine, self._index, self._pace_estimator
         half = round(num_workers * prefill_share)

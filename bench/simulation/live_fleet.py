@@ -1,10 +1,11 @@
 """The fleet of fleet.py behind many gateways, while nodes die, Redis fails over, a rollout goes bad and workers come
 and go.
 
-Each gateway runs its own admission, queues and breakers, unchanged, and knows of workers what they reported up to LOAD_GAP_S ago and
-what it has sent them since; rates that it learns are those of all. Modelled beside what fleet.py does: workers that die, and
-whose requests others continue once that is noticed; a version that fails every request; an index that is gone and comes back
-empty; workers that are added and drained. Not modelled: the network between gateways and workers.
+Each gateway runs its own admission, queues and breakers, unchanged, and knows of workers what they reported up to
+LOAD_GAP_S ago and what it has sent them since; rates that it learns are those of all. Modelled beside what fleet.py
+does: workers that die, and whose requests others continue once that is noticed; a version that fails every request; an
+index that is gone and comes back empty; workers that are added and drained. Not modelled: the network between gateways
+and workers.
 """
 
 import heapq

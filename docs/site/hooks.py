@@ -1,7 +1,7 @@
 """Hooks of mkdocs: the reference is generated from the code, and files beside docs/ that pages link to are pages too.
 
-Pages are written for the repository. README is the site's first page; another file outside docs/ becomes a page that shows it; a link to a
-folder becomes its name."""
+Pages are written for the repository. README is the site's first page; another file outside docs/ becomes a page that
+shows it; a link to a folder becomes its name."""
 
 import argparse
 import os

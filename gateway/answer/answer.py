@@ -52,8 +52,8 @@ class Answer:
         emit: Emit,
         on_gap: Callable[[float], None],
     ):
-        """`max_tokens`: where a choice ends at the latest; `parsing`: how the answer is read. `on_gap(gap_s)`: called for each message of a choice after
-        its first, with the time since the one before, divided by its tokens."""
+        """`max_tokens`: where a choice ends at the latest; `parsing`: how the answer is read. `on_gap(gap_s)`: called
+        for each message of a choice after its first, with the time since the one before, divided by its tokens."""
         self._validated, self._stamps, self._emit, self._on_gap = validated, stamps, emit, on_gap
         self._num_prompt_tokens, self._max_tokens = num_prompt_tokens, max_tokens
         self._interval_s = validated.stream_interval_s
@@ -151,8 +151,8 @@ class Answer:
 
     @property
     def due_at(self) -> float:
-        """Return when tokens that are held back are to be sent (time.monotonic()); inf: there are none. The last message waits for `finish`
-        alone."""
+        """Return when tokens that are held back are to be sent (time.monotonic()); inf: there are none. The last
+        message waits for `finish` alone."""
         if not self._interval_s or self.is_finished:
             return math.inf
         held = (choice.sent_at for choice in self.choices if choice.has_pending and choice.sent_at is not None)

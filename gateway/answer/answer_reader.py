@@ -53,9 +53,9 @@ class AnswerReader:
         constraint: Constraint | None = None,
         kept: Collection[str] | None = None,
     ) -> AnswerParsing:
-        """Return how an answer to this prompt is read. What continues a text has no format. Calls of tools that are not strict
-        keep to their schemas as far as they can; `kept`: only those of these, None: all. Raises InvalidRequest for what the
-        model's format cannot do."""
+        """Return how an answer to this prompt is read. What continues a text has no format. Calls of tools that are not
+        strict keep to their schemas as far as they can; `kept`: only those of these, None: all. Raises InvalidRequest
+        for what the model's format cannot do."""
         answer_format = self._format
         if conversation is None:
             return AnswerParsing(self._plain, constraint=constraint, continues=self._plain.has_text(prompt_ids))
@@ -93,8 +93,8 @@ class AnswerReader:
         return self._format is not None and self._format.can_call(name)
 
     def grammar_of_tool(self, conversation: Conversation, name: str) -> Constraint:
-        """Return the grammar of a call of one tool, which can be called and whose schema is kept to as far as it can be.
-        Raises InvalidRequest."""
+        """Return the grammar of a call of one tool, which can be called and whose schema is kept to as far as it can
+        be. Raises InvalidRequest."""
         assert self._format is not None and self._format.can_call(name)
         parameters = next(tool["parameters"] for tool in conversation.options.tools if tool["name"] == name)
         asked = GrammarAsked({name: _loosened(name, parameters)}, True, False, None, (name,))

@@ -16,9 +16,9 @@ STOP, LENGTH, TOOL_CALLS = pb.FINISH_REASON_STOP, pb.FINISH_REASON_LENGTH, pb.FI
 
 
 class Choice:
-    """Take tokens in order with `push`; `take()` returns the message that may go out now. With log-probabilities the tokens
-    of a message say things of one kind, and those that say nothing stand before others that do, so that a client sees whose
-    they are however many come at once: what does not fit in one message is in `separate`."""
+    """Take tokens in order with `push`; `take()` returns the message that may go out now. With log-probabilities the
+    tokens of a message say things of one kind, and those that say nothing stand before others that do, so that a client
+    sees whose they are however many come at once: what does not fit in one message is in `separate`."""
 
     __slots__ = (
         "index",
@@ -99,8 +99,8 @@ class Choice:
 
     @property
     def num_reasoning_tokens(self) -> int:
-        """Return how many of its tokens begin within its reasoning, once it has ended. They are found at the end, and not as
-        they come: of those that come together the parser does not say which is which."""
+        """Return how many of its tokens begin within its reasoning, once it has ended. They are found at the end, and
+        not as they come: of those that come together the parser does not say which is which."""
         if self._parser is None:
             return 0
         ends = chain.from_iterable(self._parser.reasoning_spans)

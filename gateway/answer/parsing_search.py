@@ -1,5 +1,5 @@
-"""Find how an answer is read whose tools may have schemas that no grammar keeps to: those of tools that are not strict are given
-up, each by itself."""
+"""Find how an answer is read whose tools may have schemas that no grammar keeps to: those of tools that are not strict
+are given up, each by itself."""
 
 from collections.abc import Collection, Sequence
 
@@ -24,8 +24,8 @@ class ParsingSearch:
     async def find(
         self, conversation: Conversation | None, prompt_ids: Sequence[int], constraint: Constraint | None
     ) -> AnswerParsing:
-        """Return how an answer to this prompt is read. Calls of tools that are not strict, and whose schemas cannot be kept
-        to, have any arguments. Raises BatonError."""
+        """Return how an answer to this prompt is read. Calls of tools that are not strict, and whose schemas cannot be
+        kept to, have any arguments. Raises BatonError."""
 
         async def parsing_with(kept: Collection[str] | None) -> AnswerParsing:
             parsing = self._reader.parsing_of(conversation, prompt_ids, constraint, kept)
@@ -47,7 +47,8 @@ class ParsingSearch:
             return free
 
     async def _keepable(self, conversation: Conversation) -> list[str]:
-        """Return the tools that are not strict whose schemas can be kept to, each by itself; none where that takes long."""
+        """Return the tools that are not strict whose schemas can be kept to, each by itself; none where that takes
+        long."""
         options, kept = conversation.options, list[str]()
         names = sorted(filter(self._reader.can_call, options.loose_tools))
         if len(names) == 1 or parameter_bytes(options, names) > MAX_BYTES:

@@ -69,8 +69,8 @@ class StopMatcher:
         self._stops, self._state, self._held = stops, 0, ""
 
     def push(self, piece: str, may_end: bool = True) -> Stopped:
-        """Return the text that may go out; after `matched` is set nothing follows. `may_end` False: a stop string that is
-        complete in this piece is text."""
+        """Return the text that may go out; after `matched` is set nothing follows. `may_end` False: a stop string that
+        is complete in this piece is text."""
         text, num_held, stops = self._held + piece, len(self._held), self._stops
         state, step, ends = self._state, stops.step, stops.ends
         for position, character in enumerate(piece, num_held + 1):

@@ -7,7 +7,8 @@ from gateway.parsers.calls import CallPart
 
 
 class ToolCalls:
-    """Add parts in order; `take()` returns the calls that may go out now. Made with the first part: most answers have none."""
+    """Add parts in order; `take()` returns the calls that may go out now. Made with the first part: most answers have
+    none."""
 
     __slots__ = ("num_whole", "_name", "_streams_arguments", "_num_begun", "_last", "_arguments", "_pending")
 

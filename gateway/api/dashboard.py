@@ -28,8 +28,8 @@ _NUM_RECENT = 300
 def pages(
     fleet: FleetService, trace_url: str | None = None, api_url: Callable[[str], str | None] = lambda host: None
 ) -> dict[str, Page]:
-    """Return the pages by path, for the admin server. `trace_url`: of a trace, with {trace_id} in it. `api_url`: where the page may
-    send a completion, by the host that it was asked at; None: nowhere."""
+    """Return the pages by path, for the admin server. `trace_url`: of a trace, with {trace_id} in it. `api_url`: where
+    the page may send a completion, by the host that it was asked at; None: nowhere."""
 
     async def state(request: Request) -> Response:
         requests = fleet.requests(pb.ListRequestsRequest(max_recent=_NUM_RECENT))
@@ -47,7 +47,8 @@ def pages(
 
 
 def _policy(page: str, api: str | None) -> str:
-    """Return the header that lets a browser run the page's own script and style, and nothing else that finds its way in."""
+    """Return the header that lets a browser run the page's own script and style, and nothing else that finds its way
+    in."""
     sources = {kind: _digest(page, kind) for kind in ("script", "style")}
     return (
         f"default-src 'none'; script-src {sources['script']}; style-src {sources['style']}; "

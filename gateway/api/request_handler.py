@@ -52,9 +52,9 @@ class CallContext(NamedTuple):
 
 
 class _ErrorMapping:
-    """What leaves it is a BatonError, once it may be sent, or a cancellation: what was not expected becomes Internal, and a
-    write to a client that has gone a cancellation. A class, as each coroutine around another is a kilobyte of an open
-    stream, and run through at every message."""
+    """What leaves it is a BatonError, once it may be sent, or a cancellation: what was not expected becomes Internal,
+    and a write to a client that has gone a cancellation. A class, as each coroutine around another is a kilobyte of an
+    open stream, and run through at every message."""
 
     __slots__ = ("_pace_refusal", "_trace_id")
 
@@ -88,16 +88,16 @@ class RequestHandler:
         on_end: Callable[[RequestRecord, BaseException | None], None],
         pace_refusal: Callable[[BatonError], Awaitable[None]],
     ):
-        """`on_begin(record)` and `on_end(record, error)` are called once each a request, however it ends. `pace_refusal(error)`
-        waits until the error may be sent."""
+        """`on_begin(record)` and `on_end(record, error)` are called once each a request, however it ends.
+        `pace_refusal(error)` waits until the error may be sent."""
         self.is_draining = False
         self.num_running = 0
         self._catalog, self._registry, self._admission, self._settings = catalog, registry, admission, settings
         self._on_begin, self._on_end, self.pace_refusal = on_begin, on_end, pace_refusal
 
     def model(self, asked: str) -> ServedModel:
-        """Return the model that a request names, as the tenant of the call sees it; any, where the request will end with
-        an error for what it names."""
+        """Return the model that a request names, as the tenant of the call sees it; any, where the request will end
+        with an error for what it names."""
         tenant = guard.tenant()
         return self._catalog.find_or_first(asked, tenant).seen_by(tenant)
 
@@ -158,8 +158,8 @@ class RequestHandler:
             )
 
     def check_embed(self, request: pb.EmbedRequest) -> int:
-        """Return how many numbers a vector will have, 0 where no worker has said yet. Raises what `embed` would for what
-        can be seen of the request alone: InvalidRequest, NotFound, Unavailable."""
+        """Return how many numbers a vector will have, 0 where no worker has said yet. Raises what `embed` would for
+        what can be seen of the request alone: InvalidRequest, NotFound, Unavailable."""
         version = self._catalog.find(request.model, guard.tenant())
         self._embed_batch(request, version, request_id_of(request.request_id))
         return request.dimensions or _hidden_size(version)
@@ -272,7 +272,8 @@ class RequestHandler:
         return check_embed(request, model, _hidden_size(version), tenant, max_priority, request_id)
 
     def _using(self, asked: str, record: RequestRecord | None = None) -> VersionUse:
-        """Return the model that a request names, to be entered while it is on it. Raises NotFound, InvalidRequest, Unavailable."""
+        """Return the model that a request names, to be entered while it is on it. Raises NotFound, InvalidRequest,
+        Unavailable."""
         version = self._catalog.find(asked, guard.tenant())
         if record is not None:
             record.model = version.name

@@ -101,8 +101,8 @@ class Attempt:
 
     @property
     def has_lost_decode_worker(self) -> bool:
-        """Return whether the session with the decode worker has ended. What comes before Lost in the mailbox finds a link
-        that says nothing of its worker any more."""
+        """Return whether the session with the decode worker has ended. What comes before Lost in the mailbox finds a
+        link that says nothing of its worker any more."""
         return self.decode.link.worker_id != self.decode.worker_id
 
     def admit(self, link: WorkerLink, prefills_on_admit: bool) -> None:

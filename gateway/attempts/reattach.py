@@ -70,8 +70,8 @@ class Reattach:
             self.drop(leg)
 
     def _open(self, link: WorkerLink, worker_id: bytes, num_received: int = 0) -> WorkerLeg:
-        """Return a leg. Beside the tokens that the client has, those come at once that were written while nobody could read
-        them: they have a bound of their own."""
+        """Return a leg. Beside the tokens that the client has, those come at once that were written while nobody could
+        read them: they have a bound of their own."""
         leg = link.open(new_key(self._key_id), self._mailbox)
         leg.num_unread = -num_received - link.max_unread_tokens
         self._legs[leg] = worker_id

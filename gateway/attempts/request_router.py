@@ -14,7 +14,8 @@ from kvtransfer.naming import SPAN_TOKENS
 
 
 class RequestRouter:
-    """What the router of the model finds for this request, by what its answer is like and which workers it has tried."""
+    """What the router of the model finds for this request, by what its answer is like and which workers it has
+    tried."""
 
     __slots__ = ("_router", "_matches", "_record", "_answer", "_tried")
 
@@ -96,8 +97,8 @@ class RequestRouter:
             self._router.note_fetch_started(source, taker, chosen_at)
 
     def note_fetch_failed(self, source: WorkerLink, taker: WorkerLink, why: str) -> bool:
-        """No KV of `source` came to `taker`: requests use other pairs for a while. Return False where it was known that none
-        might."""
+        """No KV of `source` came to `taker`: requests use other pairs for a while. Return False where it was known that
+        none might."""
         return self._router.note_fetch_failed(source, taker, why)
 
     def note_fetch_done(self, source: WorkerLink | None, taker: WorkerLink) -> None:

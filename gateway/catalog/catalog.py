@@ -40,8 +40,8 @@ class VersionUse:
 
 
 class Catalog:
-    """Belongs to the event loop. A name stands for the oldest of its versions that is not retired: a newer one takes over
-    once workers serve it, and the one before is dropped with its last request."""
+    """Belongs to the event loop. A name stands for the oldest of its versions that is not retired: a newer one takes
+    over once workers serve it, and the one before is dropped with its last request."""
 
     def __init__(
         self,
@@ -49,8 +49,8 @@ class Catalog:
         drop: Callable[[ModelVersion], None],
         root: Path | None,
     ):
-        """`make(name, path, identity)` reads a model's folder and begins to serve it. Raises SettingsError. `root`: below
-        which operators may name folders; None: they may not."""
+        """`make(name, path, identity)` reads a model's folder and begins to serve it. Raises SettingsError. `root`:
+        below which operators may name folders; None: they may not."""
         self.versions: list[ModelVersion] = []  # the oldest first
         self._make, self._drop, self._root = make, drop, root
         self._turn = asyncio.Lock()
@@ -72,8 +72,8 @@ class Catalog:
 
     def find(self, asked: str, tenant: str) -> ModelVersion:
         """Return the model that a request names: by its name, as MODEL:ADAPTER, by an adapter of its own, or not at all
-        where there is one. Raises NotFound, Unavailable where that is not known yet, and InvalidRequest where it could be one
-        of several."""
+        where there is one. Raises NotFound, Unavailable where that is not known yet, and InvalidRequest where it could
+        be one of several."""
         current = self.current
         for version in current:
             if version.name == asked or len(current) == 1:

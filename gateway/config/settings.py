@@ -200,7 +200,8 @@ class GatewaySettings(Exposure):
 
     @property
     def models(self) -> Mapping[str | None, Path]:
-        """The folders or files of models by name; None: that of a single one, by its folder's name. Raises ValueError."""
+        """The folders or files of models by name; None: that of a single one, by its folder's name. Raises
+        ValueError."""
         return named_models(str(self.model))
 
     def model_identities(self) -> ModelIdentities:

@@ -34,8 +34,8 @@ async def addresses_of(host: str, port: str) -> list[str]:
     with both is one worker. Raises OSError."""
     looked: Future[list[tuple]] = Future()
     looked.set_running_or_notify_cancel()
-    # What waits for the DNS cannot be ended. It would keep one of the four threads that all look-ups of uvloop share, or of
-    # asyncio's own, and both wait for theirs at the end of the process.
+    # What waits for the DNS cannot be ended. It would keep one of the four threads that all look-ups of uvloop share,
+    # or of asyncio's own, and both wait for theirs at the end of the process.
     looking = threading.Thread(target=_look_up, args=(host, port, looked), name="dns", daemon=True)
     try:
         looking.start()
@@ -54,7 +54,8 @@ def _look_up(host: str, port: str, looked: Future[list[tuple]]) -> None:
 
 
 class Resolver:
-    """Looks up several names at once, and none of them twice at a time: one whose DNS is silent holds up itself alone."""
+    """Looks up several names at once, and none of them twice at a time: one whose DNS is silent holds up itself
+    alone."""
 
     def __init__(self, most: int):
         """`most`: names at once."""
@@ -62,8 +63,8 @@ class Resolver:
         self._running: dict[tuple[str, str], asyncio.Task[list[str]]] = {}
 
     async def resolve(self, host: str, port: str) -> list[str]:
-        """Return what `addresses_of` does. Raises OSError, also after RESOLVE_S: the look-up goes on, and the next call waits for
-        that one."""
+        """Return what `addresses_of` does. Raises OSError, also after RESOLVE_S: the look-up goes on, and the next call
+        waits for that one."""
         name = host, port
         if name not in self._running:
             if len(self._running) >= self._most:

@@ -43,8 +43,8 @@ class Registrations:
         stacks: Callable[[], Set[str]],
         stack_of: Callable[[WorkerLink], str],
     ):
-        """`stacks()` are those of the models that are served here, `stack_of(link)` that of a worker's model: empty before it
-        has said what it serves."""
+        """`stacks()` are those of the models that are served here, `stack_of(link)` that of a worker's model: empty
+        before it has said what it serves."""
         self._members, self._directory, self._networks = members, directory, networks
         self._stacks, self._stack_of = stacks, stack_of
         self._until: dict[Worker, float] = {}

@@ -21,8 +21,8 @@ class SessionSet:
         on_left: Callable[[WorkerLink], None],
         max_start_wait_s: float,
     ):
-        """`links` is the role's list, which new links join; `all_links()` are those of both roles; `on_left(link)` removes one
-        from whichever list it is in; `max_start_wait_s`: how long a lost one is waited for."""
+        """`links` is the role's list, which new links join; `all_links()` are those of both roles; `on_left(link)`
+        removes one from whichever list it is in; `max_start_wait_s`: how long a lost one is waited for."""
         self._links, self._all_links, self._make_link, self._on_left = links, all_links, make_link, on_left
         self._max_start_wait_s = max_start_wait_s
         self._own: dict[WorkerLink, asyncio.Task] = {}
@@ -34,7 +34,8 @@ class SessionSet:
 
     @property
     def missed(self) -> list[WorkerLink]:
-        """Return those of this set that were lost a moment ago: requests wait for them, whether they are listed or not."""
+        """Return those of this set that were lost a moment ago: requests wait for them, whether they are listed or
+        not."""
         missed = (link for link in self._own if link.is_missed(self._max_start_wait_s))
         return list(itertools.islice(missed, _MAX_MISSED))
 

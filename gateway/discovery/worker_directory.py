@@ -1,7 +1,7 @@
 """The list of registered workers that gateways of one stack share: registering with one is registering with all.
 
-Of one stack are the gateways that serve a model by one name and from one folder. What another stack has may have the same
-tokenizer and other weights. Without Redis, or with one that does not answer, a gateway knows the workers that have
+Of one stack are the gateways that serve a model by one name and from one folder. What another stack has may have the
+same tokenizer and other weights. Without Redis, or with one that does not answer, a gateway knows the workers that have
 registered with itself.
 """
 

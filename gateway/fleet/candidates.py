@@ -96,8 +96,8 @@ class Candidates:
         )
 
     def expects_unknown(self, role: str, within_s: float) -> bool:
-        """Return whether a worker of this role may yet serve that has never said what it can hold: it starts, or was not
-        tried in vain."""
+        """Return whether a worker of this role may yet serve that has never said what it can hold: it starts, or was
+        not tried in vain."""
         return any(
             link.limits is None and (link.is_reconnecting or link.may_come(within_s)) for link in self._links(role)
         )

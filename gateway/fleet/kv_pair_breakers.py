@@ -1,6 +1,6 @@
-"""A circuit breaker for each pair of workers of whose source no KV came to the taker: a firewall may be between them, or the source
-tells a wrong address. The source's own breaker stays closed, for it has read the prompt, and as its lease ends soon it looks idle: it
-would draw in request after request.
+"""A circuit breaker for each pair of workers of whose source no KV came to the taker: a firewall may be between them,
+or the source tells a wrong address. The source's own breaker stays closed, for it has read the prompt, and as its lease
+ends soon it looks idle: it would draw in request after request.
 
     closed ─ a fetch fails ─► open ─ pause over ─► one request fetches ── its KV comes ─► closed
                                 ▲                       └ it fails ─┐
@@ -21,8 +21,8 @@ log = logging.getLogger(__name__)
 
 
 class _PairBreaker:
-    """One that is open. `since`: when it opened last; `until`: when the pair may be tried (both time.monotonic()); `is_tried`: it
-    was, since then."""
+    """One that is open. `since`: when it opened last; `until`: when the pair may be tried (both time.monotonic());
+    `is_tried`: it was, since then."""
 
     __slots__ = ("pause_s", "since", "until", "is_tried")
 
@@ -47,8 +47,9 @@ class KVPairBreakers:
         return bool(self._open)
 
     def note_fetch_started(self, source: WorkerLink, taker: WorkerLink, chosen_at: float) -> None:
-        """KV of `source` is fetched by `taker`, chosen at `chosen_at` (time.monotonic()). Where their breaker had opened before, no
-        other request is sent to both until it has come or failed, or for as long as either may take."""
+        """KV of `source` is fetched by `taker`, chosen at `chosen_at` (time.monotonic()). Where their breaker had
+        opened before, no other request is sent to both until it has come or failed, or for as long as either may
+        take."""
         breaker = self._open.get(taker.worker_id, {}).get(source.worker_id)
         if breaker is not None and chosen_at >= breaker.since:
             breaker.until, breaker.is_tried = now() + max(breaker.pause_s, _TRY_S), True

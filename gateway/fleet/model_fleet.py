@@ -244,8 +244,8 @@ class ModelFleet:
 
 
 def _adapters_of(links: Sequence[WorkerLink]) -> dict[str, bytes]:
-    """Return the identity that each name of an adapter stands for: where workers differ, as between two reloads, the one
-    that most of them hold."""
+    """Return the identity that each name of an adapter stands for: where workers differ, as between two reloads, the
+    one that most of them hold."""
     held: dict[str, Counter[bytes]] = {}
     for link in links:
         for adapter in link.hello.adapters if link.hello else ():

@@ -33,8 +33,8 @@ log = logging.getLogger(__name__)
 
 
 class Registry:
-    """Belongs to the event loop; `run()` keeps all sessions. `fleets`: the workers of each model, the oldest first; of a
-    name that is being replaced there are two."""
+    """Belongs to the event loop; `run()` keeps all sessions. `fleets`: the workers of each model, the oldest first; of
+    a name that is being replaced there are two."""
 
     def __init__(
         self,
@@ -231,8 +231,9 @@ class Registry:
         return None
 
     def _find_fleet(self, hello: pb.Hello, is_named: bool) -> ModelFleet | str:
-        """Return the model that a worker has, or why it has none of those that are served. Models with one tokenizer are
-        told apart by the name that the worker gives; two of one name by their identity, an unknown one being the newest's."""
+        """Return the model that a worker has, or why it has none of those that are served. Models with one tokenizer
+        are told apart by the name that the worker gives; two of one name by their identity, an unknown one being the
+        newest's."""
         misfits = {fleet: fleet.misfit(hello) for fleet in self.fleets}
         fits = [fleet for fleet, why in misfits.items() if why is None]
         if not fits:

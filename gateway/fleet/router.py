@@ -58,8 +58,8 @@ class Router:
         max_start_wait_s: float,
         stand_in: bool = False,
     ):
-        """`split`: auto, always or never, as in the settings; `pace_estimator`: of all workers; `max_start_wait_s`: for one that
-        starts; `stand_in`: while no worker of a role serves, those of the other do its work."""
+        """`split`: auto, always or never, as in the settings; `pace_estimator`: of all workers; `max_start_wait_s`: for
+        one that starts; `stand_in`: while no worker of a role serves, those of the other do its work."""
         self._candidates, self._split, self._pace_estimator = candidates, split, pace_estimator
         self.max_start_wait_s, self._stand_in = max_start_wait_s, stand_in
         self._why_no_pair = 0, ""  # (num_changes of the candidates, the answer)
@@ -190,7 +190,8 @@ class Router:
         self._candidates.kv_pair_breakers.note_fetch_started(source, taker, chosen_at)
 
     def note_fetch_failed(self, source: WorkerLink, taker: WorkerLink, why: str) -> bool:
-        """No KV of `source` came to `taker`: others are paired for a while. Return False where it was known that none might."""
+        """No KV of `source` came to `taker`: others are paired for a while. Return False where it was known that none
+        might."""
         return self._candidates.kv_pair_breakers.note_fetch_failed(source, taker, why)
 
     def note_fetch_done(self, source: WorkerLink, taker: WorkerLink) -> None:
@@ -198,8 +199,8 @@ class Router:
         self._candidates.kv_pair_breakers.note_fetch_done(source, taker)
 
     def why_no_pair(self) -> str:
-        """Return why no decode worker that serves can take KV from any prefill worker, by the first of both; empty: some can,
-        be its breaker open, or of one role none serves.
+        """Return why no decode worker that serves can take KV from any prefill worker, by the first of both; empty:
+        some can, be its breaker open, or of one role none serves.
 
         It is asked after every report of every worker, and computed only when other workers serve."""
         if self._why_no_pair[0] != self._candidates.num_changes:

@@ -384,8 +384,8 @@ def _num_logprobs(response: pb.CompleteResponse) -> int:
 
 
 def _take(call: HttpCall, body: ParsedBody) -> list[list[pb.GenerateRequest]]:
-    """Return the requests, each in a box that the handler takes it out of: the prompt of a call that has no other is not
-    kept for the length of its answer."""
+    """Return the requests, each in a box that the handler takes it out of: the prompt of a call that has no other is
+    not kept for the length of its answer."""
     call.names, call.request_id = body.names, body.requests[0].request_id
     boxes = [[request] for request in body.requests]
     body.requests.clear()

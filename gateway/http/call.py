@@ -34,7 +34,8 @@ _STREAM_HEADERS = (
 
 
 class ClientGone(asyncio.CancelledError):
-    """The client has hung up, or does not read: nobody waits for an answer. To whoever makes one it is a cancellation."""
+    """The client has hung up, or does not read: nobody waits for an answer. To whoever makes one it is a
+    cancellation."""
 
 
 ToError = Callable[[BatonError, Mapping[str, str]], Json]
@@ -117,9 +118,9 @@ class HttpCall:
         await self.end(body)
 
     def open_stream(self, to_event: Callable[[Json], bytes], ping: bytes) -> None:
-        """Have an answer of events. Has to be called before anything is waited for: the watch, which begins then, looks once
-        whether there are pings. `to_event`: from the body of an error to the event that the answer ends with; `ping`: what
-        is sent where nothing else is, so that neither client nor proxy takes it for dead."""
+        """Have an answer of events. Has to be called before anything is waited for: the watch, which begins then, looks
+        once whether there are pings. `to_event`: from the body of an error to the event that the answer ends with;
+        `ping`: what is sent where nothing else is, so that neither client nor proxy takes it for dead."""
         self._to_event, self._ping = to_event, ping
         self._ping_at = _time() + _FIRST_SILENCE_S
 
@@ -228,8 +229,8 @@ class HttpCall:
             task.cancel()
 
     async def _break_silence(self) -> None:
-        """Send a ping, unless something was written meanwhile. A client that has not read what was written needs none; and
-        where there is room nothing is waited for, so that no other part of the answer comes between."""
+        """Send a ping, unless something was written meanwhile. A client that has not read what was written needs none;
+        and where there is room nothing is waited for, so that no other part of the answer comes between."""
         if self._ping_at is None or _time() < self._ping_at:
             return
         self._ping_at = _time() + _SILENCE_S
@@ -241,7 +242,8 @@ class HttpCall:
 
 class WriteTimeout:
     """An application that hangs up on clients that leave no room for an answer, as they do not read: for pages and
-    refusals, which are no HttpCall. What a stream has between its first part and its last waits as long as its request may."""
+    refusals, which are no HttpCall. What a stream has between its first part and its last waits as long as its request
+    may."""
 
     def __init__(self, app: ASGIApp):
         self._app = app
@@ -258,7 +260,8 @@ class WriteTimeout:
 
 
 async def _send_within(seconds: float, scope: Scope, send: Send, message: Message) -> None:
-    """Send; hang up on a client that leaves no room for it, as it does not read, in so many seconds. Raises ClientGone."""
+    """Send; hang up on a client that leaves no room for it, as it does not read, in so many seconds. Raises
+    ClientGone."""
     try:
         async with asyncio.timeout(seconds):
             await send(message)

@@ -22,8 +22,8 @@ async def serve_each(
     place_of: Callable[[int, InvalidRequest], str] = lambda _, error: error.field or "",
 ) -> list[T]:
     """Serve the prompts of a call and return what becomes of each. One that is refused beside others of them is served
-    again once fewer run, and once some are served a quota of tokens is waited out, within the deadline of `context`; but
-    nothing is served again whose answer has `begun`. Raises what the first to fail does, and ends the others.
+    again once fewer run, and once some are served a quota of tokens is waited out, within the deadline of `context`;
+    but nothing is served again whose answer has `begun`. Raises what the first to fail does, and ends the others.
     `place_of(prompt, error)`: the call's word for what is wrong with one of several."""
     if num_prompts == 1:
         return [await serve(0, context)]
@@ -38,7 +38,8 @@ async def serve_each(
 
 
 class _Turns(Generic[T]):
-    """The turns of the prompts of one call: fewer at once after a refusal, one more after each that was served without."""
+    """The turns of the prompts of one call: fewer at once after a refusal, one more after each that was served
+    without."""
 
     def __init__(
         self,
@@ -95,8 +96,8 @@ class _Turns(Generic[T]):
                 return answer
 
     def _is_to_wait(self, error: Overloaded) -> bool:
-        """Return whether to wait as long as a refusal says. While others run it is their end that is waited for: they give
-        back what they do not use."""
+        """Return whether to wait as long as a refusal says. While others run it is their end that is waited for: they
+        give back what they do not use."""
         is_quota = error.reason == TENANT_TOKENS and self._is_any_served and self._num_running == 1
         left_s = self._now().time_left_s
         return is_quota and (left_s is None or (error.retry_after_s or 0.0) < left_s)

@@ -132,8 +132,8 @@ class Mailbox:
         return self._waiting
 
     def set_timeout(self, timeout: asyncio.Timeout, at: float) -> None:
-        """End what the reader does elsewhere by `timeout`, at `at` (time.monotonic()). It has no timer of its own, which
-        would be 0.7 KB of an open stream: see `arm_timeout`."""
+        """End what the reader does elsewhere by `timeout`, at `at` (time.monotonic()). It has no timer of its own,
+        which would be 0.7 KB of an open stream: see `arm_timeout`."""
         self._timeout, self._timeout_at = timeout, at
 
     def arm_timeout(self) -> None:

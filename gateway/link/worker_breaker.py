@@ -57,8 +57,8 @@ class WorkerBreaker:
         return True
 
     def takes(self, at: float, num_asked: int, are_others_proven: bool) -> bool:
-        """Return whether to ask this worker for one more request, while it has `num_asked` without any work yet. A stack
-        whose workers are all new begins at full speed."""
+        """Return whether to ask this worker for one more request, while it has `num_asked` without any work yet. A
+        stack whose workers are all new begins at full speed."""
         if self.state is BreakerState.OPEN:
             return at >= self.retry_at and not num_asked
         return self.state is BreakerState.CLOSED or not num_asked or not are_others_proven

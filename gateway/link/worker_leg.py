@@ -13,7 +13,8 @@ Key = tuple[str, int]
 
 
 class WorkerLeg:
-    """What runs on one worker under one key. Call `close()` when done with it: what is still running there is cancelled."""
+    """What runs on one worker under one key. Call `close()` when done with it: what is still running there is
+    cancelled."""
 
     __slots__ = (
         "link",

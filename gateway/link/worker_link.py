@@ -57,9 +57,9 @@ class WorkerLink:
         access: Access = Access(),
         batching: TokenBatching | None = None,
     ):
-        """`instance`: names this link to its worker, which ends the older of two sessions of one name. `check_hello` returns
-        why this worker cannot be used, or None; `on_change` is called when what others see has changed. `batching`: of all
-        tokens that this gateway receives."""
+        """`instance`: names this link to its worker, which ends the older of two sessions of one name. `check_hello`
+        returns why this worker cannot be used, or None; `on_change` is called when what others see has changed.
+        `batching`: of all tokens that this gateway receives."""
         self.address = address
         self.hello: pb.Hello | None = None
         self.limits: WorkerLimits | None = None  # its reported limits; kept while it is away
@@ -106,7 +106,8 @@ class WorkerLink:
         return self.state in _COMING and now() - self._away_since < within_s
 
     def is_missed(self, within_s: float) -> bool:
-        """Return whether it has served and was lost less than `within_s` ago: one that drained has left, and is not missed."""
+        """Return whether it has served and was lost less than `within_s` ago: one that drained has left, and is not
+        missed."""
         is_lost = self.state is LinkState.CONNECTING and self.limits is not None and not self._has_left
         return is_lost and now() - self._away_since < within_s
 

@@ -193,8 +193,8 @@ def _shown(value: object) -> str:
 
 
 def _chat_templates(folder: Path, tokenizer_config: dict) -> dict[str, str]:
-    """Return the templates by name, "default" where there is one: the files go before tokenizer_config.json, and that before what
-    the processor of a model that also sees has."""
+    """Return the templates by name, "default" where there is one: the files go before tokenizer_config.json, and that
+    before what the processor of a model that also sees has."""
     path, beside = folder / "chat_template.jinja", folder / "additional_chat_templates" / "tool_use.jinja"
     if found := {name: file for name, file in (("default", path), ("tool_use", beside)) if os.path.lexists(file)}:
         return {name: _read_text(file) for name, file in found.items()}

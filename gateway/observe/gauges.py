@@ -31,8 +31,8 @@ def request_gauges(recent: RecentRequests, catalog: Catalog) -> list[Gauge]:
 
 
 def fleet_gauges(registry: Registry, index: PrefixIndex) -> list[Gauge]:
-    """Return gauges of the workers, and of the index of what they hold. Those that have not said what they serve are under no
-    model's name, or under that of the only one."""
+    """Return gauges of the workers, and of the index of what they hold. Those that have not said what they serve are
+    under no model's name, or under that of the only one."""
 
     def links() -> dict[str, list[WorkerLink]]:
         names = {fleet.name: list[WorkerLink]() for fleet in registry.fleets}

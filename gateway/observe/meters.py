@@ -38,8 +38,8 @@ class GatewayMeters:
     """Count each request once, when it has ended, under the model that it named. `page` is /metrics."""
 
     def __init__(self, model_name: str, slo_classes: Mapping[str, Slo], readings: Iterable[Gauge | Count] = ()):
-        """`model_name`: of what belongs to the whole gateway; `readings`: what is exposed beside the counts, read at each
-        scrape."""
+        """`model_name`: of what belongs to the whole gateway; `readings`: what is exposed beside the counts, read at
+        each scrape."""
         self._metrics, self._slo_classes = Metrics(model_name), slo_classes
         self.page, self.exposition = self._metrics.page, self._metrics.exposition
         self._models: dict[str, _ModelMeters] = {}  # names that were served: requests cannot add any
@@ -155,8 +155,8 @@ class _ModelMeters:
             self._e2e.observe((stamps.last_sent or now()) - stamps.received, exemplar)
 
     def _count_slo(self, record: RequestRecord, error: BaseException | None, durations: pb.Timing) -> None:
-        """Count a request towards its service level, unless its client ended it, has used up its quota or does not read, or it could
-        not be served at all."""
+        """Count a request towards its service level, unless its client ended it, has used up its quota or does not
+        read, or it could not be served at all."""
         how, _ = outcome(error)
         if record.validated is None or how == "cancelled" or (how == "refused" and not _is_overload(error)):
             return

@@ -14,8 +14,8 @@ class Prediction(NamedTuple):
 
 
 def predictions(record: RequestRecord) -> list[Prediction]:
-    """Return what can be compared: nothing of a request that was refused by a worker, moved or waited for room, which no
-    decision foresees. The predicted total is for as many tokens as there were."""
+    """Return what can be compared: nothing of a request that was refused by a worker, moved or waited for room, which
+    no decision foresees. The predicted total is for as many tokens as there were."""
     decision, stamps = record.decision, record.stamps
     if decision is None or stamps.routed is None or stamps.first_sent is None:
         return []

@@ -17,8 +17,8 @@ from gateway.request.timing import timing
 NUM_KEPT = 500  # ended requests, about 1 KB each
 _DEFAULT_RUNNING, _DEFAULT_RECENT = 20, 200
 _BOUND_WINDOW_S = 60.0  # up to the last end
-# The phase (of timing.PHASES) in which a request is, by what its record says; the decode worker fetches while the prompt
-# is being read.
+# The phase (of timing.PHASES) in which a request is, by what its record says; the decode worker fetches while the
+# prompt is being read.
 PHASE_OF: dict[RequestState | None, str] = {
     None: "tokenize",
     RequestState.AWAITING_CREDIT: "admit",

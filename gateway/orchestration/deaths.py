@@ -7,8 +7,8 @@ from baton.service.clock import now
 from gateway.link.worker_link import LinkState, WorkerLink
 
 MAX_DEATHS = 2  # of workers that completed no step of this request
-# A session that broke is up again after 0.1 s, where its worker lives and the machine is idle; of a stall that has passed
-# the next report tells, within 0.25 s.
+# A session that broke is up again after 0.1 s, where its worker lives and the machine is idle; of a stall that has
+# passed the next report tells, within 0.25 s.
 _RETURN_S = 1.0
 STALLED = "STALLED"  # this gateway's reason for the end of a request whose worker does not step
 _DEADLY = {ENGINE_FAILED: 1.0, STEP_FAILED: 0.5}  # a step may have failed for another request in it
@@ -42,8 +42,8 @@ class Deaths:
         self._reported += _DEADLY.get(reason, 0.0)
 
     def suspect(self, link: WorkerLink, worker_id: bytes) -> None:
-        """Count a worker that is not heard any more, or does not step, for as long as it is not back as the same process and
-        steps: a session may break, or a host be short of cores, and its worker live."""
+        """Count a worker that is not heard any more, or does not step, for as long as it is not back as the same
+        process and steps: a session may break, or a host be short of cores, and its worker live."""
         self._suspects[worker_id] = _Suspect(link, now())
 
     @property

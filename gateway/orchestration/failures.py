@@ -35,8 +35,8 @@ def answer_s(left_s: float) -> float:
 
 
 class FailureBudget:
-    """What one request may still fail: few workers may die of it, few attempts may be in vain, and those that follow are
-    paid for from the budget of all requests."""
+    """What one request may still fail: few workers may die of it, few attempts may be in vain, and those that follow
+    are paid for from the budget of all requests."""
 
     __slots__ = ("deaths", "_retries", "_prompt_digest", "_num_barren")
 
@@ -63,9 +63,9 @@ class FailureBudget:
         raise poison(f"{MAX_DEATHS} workers died while they served this request")
 
     def pay(self, error: BatonError, has_stepped: bool = False, is_routed_around: bool = False) -> None:
-        """Pay for the attempt that follows one which ended with `error`; the first costs nothing where no other request is
-        sent where that one was (`is_routed_around`). Raises `error` after MAX_BARREN in a row, Unavailable (RETRY_BUDGET) if there
-        is no budget."""
+        """Pay for the attempt that follows one which ended with `error`; the first costs nothing where no other request
+        is sent where that one was (`is_routed_around`). Raises `error` after MAX_BARREN in a row, Unavailable
+        (RETRY_BUDGET) if there is no budget."""
         self._num_barren = 1 if has_stepped else self._num_barren + 1
         if self._num_barren >= MAX_BARREN:
             raise error
@@ -120,8 +120,8 @@ class AttemptFailures:
         self._unreplaced = self._waits_since = self._awaited = None
 
     def check_wait(self, error: Unavailable) -> None:
-        """Return if a worker may still come: one that failed may be reconnecting, another may be starting. Raises the last
-        failure, or `error` if there was none, once there is nothing to wait for."""
+        """Return if a worker may still come: one that failed may be reconnecting, another may be starting. Raises the
+        last failure, or `error` if there was none, once there is nothing to wait for."""
         self._waits_since = self._waits_since or now()
         failure, until = self._unreplaced or (error, 0.0)
         if self._router.expects_worker():
@@ -201,7 +201,8 @@ def _is_stalled(message: object) -> bool:
 
 
 def _is_kv_missing(occurred: Occurrence, attempt: Attempt) -> bool:
-    """Return whether KV did not come though both workers have their sessions: what is between the two of them is at fault."""
+    """Return whether KV did not come though both workers have their sessions: what is between the two of them is at
+    fault."""
     message, source = occurred.message, attempt.kv_source
     if _is_of_prefill(occurred) or not isinstance(message, pb.Ended) or message.reason != KV_TRANSFER_FAILED:
         return False

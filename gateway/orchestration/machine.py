@@ -75,8 +75,8 @@ class RequestMachine:
         self.request.mailbox.post(None, event)
 
     def supersede(self) -> None:
-        """End the request, whose client continues it in another stream, and does not read this one: a write to it may last
-        until the deadline."""
+        """End the request, whose client continues it in another stream, and does not read this one: a write to it may
+        last until the deadline."""
         self.is_superseded = True
         self.give_up(RequestEvent.CANCEL)
         self.request.mailbox.interrupt()
@@ -180,8 +180,8 @@ class RequestMachine:
         return min(until, request.deadline), act
 
     def _on_silence(self, late_s: float, act: Callable[[], None]) -> None:
-        """Do what is due since nothing has come until `late_s` ago. Where a worker is to answer, and this process did not
-        run, it gets its time again."""
+        """Do what is due since nothing has come until `late_s` ago. Where a worker is to answer, and this process did
+        not run, it gets its time again."""
         if late_s > LATE_S and self.state in _ASKED:
             self._entered_at = now()
         else:
@@ -194,7 +194,8 @@ class RequestMachine:
         self.happen(RequestEvent.SILENCE if self.request.place.is_over else RequestEvent.ROOM)
 
     def _leave_silent(self) -> None:
-        """Leave the worker that does not answer, if another could take the request from it; else it may still answer."""
+        """Leave the worker that does not answer, if another could take the request from it; else it may still
+        answer."""
         if self._is_another_there():
             self.happen(RequestEvent.SILENCE)
         else:

@@ -44,8 +44,8 @@ _text_numbers = itertools.count()  # of all models, which share one admission
 
 @dataclass
 class Pipeline:
-    """Serve requests for one model, with all parts that they share; `admission` and `running` are of all models. Belongs to
-    the event loop."""
+    """Serve requests for one model, with all parts that they share; `admission` and `running` are of all models.
+    Belongs to the event loop."""
 
     fleet: ModelFleet
     index: PrefixIndex
@@ -78,7 +78,8 @@ class Pipeline:
             del validated
             machine = self.running[key_id] = RequestMachine(request)
             try:
-                # Every other wait in there ends at the deadline by itself, a client that does not read holds its writes.
+                # Every other wait in there ends at the deadline by itself, a client that does not read holds its
+                # writes.
                 async with asyncio.timeout(None) as timeout:
                     request.mailbox.set_timeout(timeout, deadline + _UNREAD_S)
                     await machine.run()
@@ -157,8 +158,8 @@ class Pipeline:
     async def _tokenize(
         self, validated: ValidatedRequest, model: ServedModel, deadline: float, record: RequestRecord
     ) -> tuple[ValidatedRequest, Sequence[int], AnswerParsing]:
-        """Return the ids of the prompt, how the answer is read, and the request with the constraint that this takes. Raises
-        BatonError."""
+        """Return the ids of the prompt, how the answer is read, and the request with the constraint that this takes.
+        Raises BatonError."""
         prompt = validated.prompt
         if prompt.text is not None and validated.suffix:
             prompt_ids = await self.text.infill(prompt.text, validated.suffix, model.context, record.tenant, deadline)
@@ -250,8 +251,9 @@ class Pipeline:
 
 
 def _paying(emit: Emit, reservation: Reservation, num_prompt_tokens: int) -> Emit:
-    """Return `emit`, before which the tenant pays for what is beyond its reservation: of an answer that may become as long
-    as the context nobody knows how much to set aside. No coroutine around `emit`, which each message would run through."""
+    """Return `emit`, before which the tenant pays for what is beyond its reservation: of an answer that may become as
+    long as the context nobody knows how much to set aside. No coroutine around `emit`, which each message would run
+    through."""
     num_paid = num_prompt_tokens
 
     def pay_and_emit(message: pb.GenerateResponse) -> Awaitable[None]:

@@ -76,8 +76,8 @@ def begin_prefill(request: RequestContext, occurred: Occurrence[pb.Granted]) -> 
 
 
 def ask_for_prefill(request: RequestContext, occurred: Occurrence[object]) -> RequestState | None:
-    """Have a prefill worker read the prompt, or the decode worker; where none serves that could, give the credit back and
-    wait for one. Raises NoWorker, Overloaded."""
+    """Have a prefill worker read the prompt, or the decode worker; where none serves that could, give the credit back
+    and wait for one. Raises NoWorker, Overloaded."""
     attempt, router = request.attempt, request.router
     if attempt.has_lost_decode_worker:  # Lost is next
         return None
@@ -216,8 +216,8 @@ def _note_pulled(request: RequestContext, pulled: pb.Pulled) -> None:
 
 
 def _queue_for_worker(request: RequestContext, error: NoWorker) -> RequestState:
-    """Wait in line for a worker to replace a lost one, or for one that can hold the request. Raises `error`, or the loss,
-    where there is no use in it."""
+    """Wait in line for a worker to replace a lost one, or for one that can hold the request. Raises `error`, or the
+    loss, where there is no use in it."""
     request.failures.check_wait(error)
     if request.router.expects_worker():  # what it takes to start is no time in which none had room
         request.place.wait_longer(request.router.max_start_wait_s)

@@ -103,8 +103,8 @@ def start_over(request: RequestContext, occurred: Occurrence[Any]) -> RequestSta
 
 
 def _new_reattach(request: RequestContext, next_index: list[int], previous_attempt: int = 0) -> Reattach:
-    """`next_index`: the first wanted output token of each choice; `previous_attempt`: the attempt whose sequence is wanted,
-    0: any of the request."""
+    """`next_index`: the first wanted output token of each choice; `previous_attempt`: the attempt whose sequence is
+    wanted, 0: any of the request."""
     attach = pb.Attach(
         previous_attempt=previous_attempt,
         next_index=next_index,

@@ -1,5 +1,5 @@
-"""Limit retries over all requests of a model, of each version its own: a failure must not become a storm, nor one prompt kill
-every worker.
+"""Limit retries over all requests of a model, of each version its own: a failure must not become a storm, nor one
+prompt kill every worker.
 
 Retries are paid for from a bucket that requests fill, as in gRPC's retryThrottling (gRFC A6): a tenth of a retry each.
 """

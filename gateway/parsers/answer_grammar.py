@@ -11,9 +11,9 @@ _FINAL = "<|channel|>final<|message|>"
 
 
 class GrammarAsked(NamedTuple):
-    """`tools`: schemas of those that may be called, and can be in this format, None of one whose arguments are any object;
-    `must_call`: the answer is calls; `constraint`: kind and text of what the answer keeps to otherwise, None: it is any
-    text; `loose`: tools whose schemas are kept to as far as they can be."""
+    """`tools`: schemas of those that may be called, and can be in this format, None of one whose arguments are any
+    object; `must_call`: the answer is calls; `constraint`: kind and text of what the answer keeps to otherwise, None:
+    it is any text; `loose`: tools whose schemas are kept to as far as they can be."""
 
     tools: Mapping[str, Mapping[str, Any] | None]
     must_call: bool

@@ -1,7 +1,7 @@
-"""One answer of a model that marks its reasoning or its calls: text goes in as it comes, content, reasoning and calls come
-out, calls whose arguments are JSON in parts. One that the answer's end cuts off is never whole: a client must not run half
-of one. What turns out to be no call is content, also where a part of it was out as a call's, and so is one that the model
-itself left without an end."""
+"""One answer of a model that marks its reasoning or its calls: text goes in as it comes, content, reasoning and calls
+come out, calls whose arguments are JSON in parts. One that the answer's end cuts off is never whole: a client must not
+run half of one. What turns out to be no call is content, also where a part of it was out as a call's, and so is one
+that the model itself left without an end."""
 
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import suppress
@@ -123,7 +123,8 @@ class TaggedParser(AnswerParser):
                 markers = Markers((end, *self._openers))
 
     def _content(self, trims: bool, has_called: bool) -> Reading:
-        """Read content and calls. `trims`: blanks at its beginning are the format's, as those before a call always are."""
+        """Read content and calls. `trims`: blanks at its beginning are the format's, as those before a call always
+        are."""
         source, reader, held = self._source, self._reader, list[str]()
         if trims:
             yield from source.peek()
@@ -150,8 +151,8 @@ class TaggedParser(AnswerParser):
                 markers = Markers(self._openers)
 
     def _has_read(self, reader: CallReader, opener: str) -> Generator[None, None, bool]:
-        """Read calls; return False where there are none, and nothing was read. No opener counts any more once much has to
-        be read again: each of those in it may begin what goes wrong again, and all the other requests would wait."""
+        """Read calls; return False where there are none, and nothing was read. No opener counts any more once much has
+        to be read again: each of those in it may begin what goes wrong again, and all the other requests would wait."""
         source = self._source
         source.good = begin = source.at
         try:
@@ -178,8 +179,8 @@ def spell(text: str, spellings: Mapping[str, str]) -> str:
 
 
 def _without_end(held: list[str], text: str) -> str:
-    """Return what is held and the text, but for the blanks at its end, which are held from now on. What is held is not looked
-    at before another character comes: for each token, 640,000 blanks took 3 ms of all others' time."""
+    """Return what is held and the text, but for the blanks at its end, which are held from now on. What is held is not
+    looked at before another character comes: for each token, 640,000 blanks took 3 ms of all others' time."""
     kept = text.rstrip(_BLANKS)
     end = text[len(kept) :]
     if kept:

@@ -29,8 +29,8 @@ class _Part:
 
 
 class CallSink:
-    """Gather the parts of calls until they are taken. The last character of the arguments waits for the end of their call:
-    those of a call that went wrong are never JSON."""
+    """Gather the parts of calls until they are taken. The last character of the arguments waits for the end of their
+    call: those of a call that went wrong are never JSON."""
 
     def __init__(self, spellings: Mapping[int, str]):
         """`spellings`: what str.translate makes of characters that stand for control tokens."""
@@ -69,8 +69,8 @@ class CallSink:
 
 
 class CallReader:
-    """Read calls in one format. `read` begins behind an opener, or at `first`, which counts at the beginning of the content
-    alone."""
+    """Read calls in one format. `read` begins behind an opener, or at `first`, which counts at the beginning of the
+    content alone."""
 
     openers: tuple[str, ...] = ()
     first: str = ""
@@ -87,8 +87,8 @@ class CallReader:
         return bool(name)
 
     def emit(self, *calls: ParsedCall) -> None:
-        """Put whole calls out. Raises Malformed for one without a name, and, before any is out, for arguments that are no
-        object of JSON."""
+        """Put whole calls out. Raises Malformed for one without a name, and, before any is out, for arguments that are
+        no object of JSON."""
         texts = [dump(call.arguments) for call in calls]
         for call, text in zip(calls, texts, strict=True):
             self.sink.begin(call.name)

@@ -67,8 +67,9 @@ class AnswerFormat(NamedTuple):
         self, spellings: Mapping[str, str], tools: Mapping[str, Any], prompt_end: str, continues: bool = False
     ) -> AnswerParser:
         """Return a parser for one answer. `spellings`: characters that stand for control tokens; `tools`: schemas of
-        parameters by name, none: the answer has no calls; `prompt_end`: the last characters of the prompt, which may begin
-        the reasoning; `continues`: the prompt ends within the content of the message that the answer goes on with."""
+        parameters by name, none: the answer has no calls; `prompt_end`: the last characters of the prompt, which may
+        begin the reasoning; `continues`: the prompt ends within the content of the message that the answer goes on
+        with."""
         if self.is_harmony:
             return HarmonyParser(spellings, bool(tools), continues)
         thinking = self.thinking(prompt_end)

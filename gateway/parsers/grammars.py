@@ -1,5 +1,5 @@
-"""One grammar of all that an answer may be: its reasoning, and then calls of tools, an answer that keeps to a constraint, or
-either. So nothing has to be switched on within an answer, where speculation may be ahead."""
+"""One grammar of all that an answer may be: its reasoning, and then calls of tools, an answer that keeps to a
+constraint, or either. So nothing has to be switched on within an answer, where speculation may be ahead."""
 
 import json
 import re
@@ -24,8 +24,8 @@ class ArgumentsSchema(NamedTuple):
 
 
 class GrammarWriter:
-    """Write rules in the words of llguidance. Raises InvalidRequest where they become longer than a constraint may be: a
-    schema may stand in them once for each argument."""
+    """Write rules in the words of llguidance. Raises InvalidRequest where they become longer than a constraint may be:
+    a schema may stand in them once for each argument."""
 
     def __init__(self, control_ids: Mapping[str, int]):
         """`control_ids`: markers that are tokens."""
@@ -74,7 +74,8 @@ class GrammarWriter:
         return self.terminal("ANY", _ANY_TEXT)
 
     def json(self, schema: Mapping[str, Any], is_strict: bool = True) -> str:
-        """Return an expression for a value of JSON. `is_strict` False: what the library has no grammar for is left out."""
+        """Return an expression for a value of JSON. `is_strict` False: what the library has no grammar for is left
+        out."""
         self._counted(json.dumps(schema))  # before it is walked, which takes longer
         return f"%json {json.dumps(rewrite_schema(schema, is_strict))}"
 
@@ -114,8 +115,8 @@ def repeated(expression: str, separator: str, is_parallel: bool) -> str:
 
 
 def text_or_calls(writer: GrammarWriter, calls: str, openers: Sequence[str], first: str) -> str:
-    """Return an expression for text, calls behind it, or both. `openers`: what begins a call for those who read it, calls with
-    the first one; `first`: with what a call may begin that is the whole answer, and has no opener."""
+    """Return an expression for text, calls behind it, or both. `openers`: what begins a call for those who read it,
+    calls with the first one; `first`: with what a call may begin that is the whole answer, and has no opener."""
     spelled = [opener for opener in openers if not writer.cut(opener)[1]]
     any_of = "|".join(map(re.escape, spelled))  # in one complement: four of them were more than the library follows
     unlike = f" & ~{regex(f'(?s:.*)(?:{any_of})(?s:.*)')}" if spelled else ""
@@ -200,8 +201,8 @@ def _in_a_row(writer: GrammarWriter, parts: Sequence[ArgumentPart]) -> str:
 
 
 class ArgumentsForm(NamedTuple):
-    """How arguments stand that are no object of JSON: one of a schema, of a tool; any of them; and several in their order.
-    The first raises ValueError for a schema that cannot be kept to."""
+    """How arguments stand that are no object of JSON: one of a schema, of a tool; any of them; and several in their
+    order. The first raises ValueError for a schema that cannot be kept to."""
 
     argument: Callable[[GrammarWriter, str, Any, ArgumentsSchema], str]
     any_arguments: Callable[[GrammarWriter], str]
@@ -284,8 +285,8 @@ _QWEN = ArgumentsForm(_qwen_argument, _any_qwen_arguments)
 
 
 def _lines_unlike(begin: str) -> str:
-    """Return a terminal for texts none of whose lines, but for the first, begins so: whoever reads it takes that for a tag.
-    As the complement of a search it would take seconds to follow, beside a bound on the length."""
+    """Return a terminal for texts none of whose lines, but for the first, begins so: whoever reads it takes that for a
+    tag. As the complement of a search it would take seconds to follow, beside a bound on the length."""
     *head, last = map(re.escape, begin)
     line = rf"(?:[^{last}\n].*)?"
     for character in reversed(head):
@@ -294,7 +295,8 @@ def _lines_unlike(begin: str) -> str:
 
 
 def dsml_calls(writer: GrammarWriter, tools: Tools, is_parallel: bool) -> str:
-    """Write calls of DeepSeek V3.2: a tag around each argument that says whether it is text, in the order of the schema."""
+    """Write calls of DeepSeek V3.2: a tag around each argument that says whether it is text, in the order of the
+    schema."""
     calls = []
     writer.terminal(_KEY, r'/[^">\n]{1,64}/')
     for name, tool in tools.items():

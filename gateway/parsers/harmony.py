@@ -16,8 +16,8 @@ class HarmonyParser(AnswerParser):
     """Analysis is reasoning, a message to a function is a call, what is meant for the user is content."""
 
     def __init__(self, spellings: Mapping[str, str], has_tools: bool, continues: bool):
-        """`has_tools`: messages to functions are calls; they are left out otherwise. `continues`: the answer begins within
-        a message for the user, whose header is in the prompt."""
+        """`has_tools`: messages to functions are calls; they are left out otherwise. `continues`: the answer begins
+        within a message for the user, whose header is in the prompt."""
         self._has_tools, self._continues = has_tools, continues
         self._start, self._channel, self._constrain, self._message, *ends = (spell(m, spellings) for m in MARKERS)
         self._ends = tuple(ends)
@@ -54,8 +54,8 @@ class HarmonyParser(AnswerParser):
             yield from self._text("content")
 
     def _text(self, kind: str) -> Reading:
-        """Read a message's text: a line of its own where there is another of its kind before it. `kind`: content, reasoning, or
-        "" for a call of a request without tools, which is for nobody. Raises Cut."""
+        """Read a message's text: a line of its own where there is another of its kind before it. `kind`: content,
+        reasoning, or "" for a call of a request without tools, which is for nobody. Raises Cut."""
         source, markers = self._source, Markers((*self._ends, self._start))
         line_end, has_text = "\n" if kind in self._kinds else "", False
         while not (found := markers.find(source.text, source.at)):

@@ -1,5 +1,5 @@
-"""Calls whose arguments are JSON: of Qwen and Hermes, Llama 3, Mistral, DeepSeek V3 and R1. The arguments come in parts,
-where the name stands before them."""
+"""Calls whose arguments are JSON: of Qwen and Hermes, Llama 3, Mistral, DeepSeek V3 and R1. The arguments come in
+parts, where the name stands before them."""
 
 from collections.abc import Generator
 from typing import Any

@@ -1,5 +1,5 @@
-"""Calls as a list of Python calls: of Llama 3.2 and 4. What a grammar lets them be has its values in JSON, which is Python
-but for true, false, null and some escapes."""
+"""Calls as a list of Python calls: of Llama 3.2 and 4. What a grammar lets them be has its values in JSON, which is
+Python but for true, false, null and some escapes."""
 
 import ast
 import keyword
@@ -32,8 +32,8 @@ _MAX_HEAD = 1024  # characters up to the first parenthesis: until it comes each 
 
 
 class PythonicReader(CallReader):
-    """[name(key=value, ...), ...], alone or behind <|python_start|>. Alone it is an answer in Python too, so that its calls
-    must be those of tools."""
+    """[name(key=value, ...), ...], alone or behind <|python_start|>. Alone it is an answer in Python too, so that its
+    calls must be those of tools."""
 
     openers = ("<|python_start|>",)
     first = "["
@@ -133,8 +133,8 @@ def _is_identifier(text: str) -> bool:
 
 
 def pythonic_calls(writer: GrammarWriter, tools: Tools, is_parallel: bool) -> str:
-    """Write calls of Llama 4: one list, in which each has its arguments in the order of the schema, their values in JSON.
-    The names of tools are those that PythonicReader can read."""
+    """Write calls of Llama 4: one list, in which each has its arguments in the order of the schema, their values in
+    JSON. The names of tools are those that PythonicReader can read."""
     writer.terminal(_KEY, rf"/[A-Za-z_][A-Za-z0-9_]{{0,63}}/ & ~/{'|'.join(keyword.kwlist)}/")
     calls = (f'{quoted(f"{name}(")} {arguments_of(writer, name, tool, _PYTHONIC)} ")"' for name, tool in tools.items())
     return f'"[" {repeated(writer.rule(either(calls)), _COMMA, is_parallel)} "]"'
@@ -164,9 +164,9 @@ def _separated(writer: GrammarWriter, parts: Sequence[ArgumentPart]) -> str:
 
 
 def _halved(writer: GrammarWriter, parts: Sequence[ArgumentPart]) -> tuple[str, str]:
-    """Return an expression for one or several of these arguments, where none is before them, and one for none or several
-    where others are: all that are required, with a comma between two. Each is written once, whichever before it are left
-    out. By halves: along a chain of rules the masks of a call with 500 arguments took four times as long."""
+    """Return an expression for one or several of these arguments, where none is before them, and one for none or
+    several where others are: all that are required, with a comma between two. Each is written once, whichever before it
+    are left out. By halves: along a chain of rules the masks of a call with 500 arguments took four times as long."""
     if len(parts) == 1:
         argument = writer.rule(parts[0].expression)
         behind = f"{_COMMA} {argument}"

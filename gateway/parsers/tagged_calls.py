@@ -34,7 +34,8 @@ class QwenXmlReader(CallReader):
         yield from source.accept(self.spelled["</tool_call>"])
 
     def _text(self, source: AnswerSource) -> Generator[None, None, str]:
-        """Return an argument's text. An end tag that no tag follows belongs to it; models also leave the end tag out."""
+        """Return an argument's text. An end tag that no tag follows belongs to it; models also leave the end tag
+        out."""
         begin = source.at
         while True:
             _, tag = yield from source.until("</parameter>", "\n<parameter=", "\n</function>")
@@ -65,7 +66,7 @@ class QwenXmlReader(CallReader):
 
 
 class DsmlReader(CallReader):
-    """<｜DSML｜invoke name="..."><｜DSML｜parameter name="..." string="true">value</｜DSML｜parameter></｜DSML｜invoke>"""
+    """<｜DSML｜invoke name="F"><｜DSML｜parameter name="P" string="true">...</｜DSML｜parameter></｜DSML｜invoke>"""
 
     openers = tuple(f"<｜DSML｜{name}>" for name in ("function_calls", "tool_calls", " calls", "calls"))
     markers = ("｜DSML｜",)

@@ -1,5 +1,5 @@
-"""The texts that a JSON schema allows, in the words of llguidance: of arguments that stand without quotation marks, where
-the library's own JSON is of no use."""
+"""The texts that a JSON schema allows, in the words of llguidance: of arguments that stand without quotation marks,
+where the library's own JSON is of no use."""
 
 import json
 import re
@@ -19,8 +19,8 @@ _IN_REGEX = re.compile(r"\\(.)|/|\n", re.DOTALL)
 
 
 def quoted(text: str) -> str:
-    """Return an expression for just this text. Brackets in it are escaped: who counts how deep a constraint nests them knows
-    no texts, and the object that each tool's call begins is closed in another text."""
+    """Return an expression for just this text. Brackets in it are escaped: who counts how deep a constraint nests them
+    knows no texts, and the object that each tool's call begins is closed in another text."""
     return json.dumps(text, ensure_ascii=False).translate(_BRACKETS)
 
 
@@ -43,8 +43,9 @@ class TextSchemas:
         self._root, self._count, self._has_null = root, count, has_null
 
     def expression(self, schema: Any, depth: int = 0) -> str | None:
-        """Return a terminal for the texts that a schema allows, and for null where it does and a text stands for that: ANY
-        for any text, None for none. `format` is a note, as it is in JSON Schema. Raises ValueError for what a terminal cannot keep to."""
+        """Return a terminal for the texts that a schema allows, and for null where it does and a text stands for that:
+        ANY for any text, None for none. `format` is a note, as it is in JSON Schema. Raises ValueError for what a
+        terminal cannot keep to."""
         if not isinstance(schema, dict):
             return None if schema is False else ANY
         if depth > _MAX_DEPTH:

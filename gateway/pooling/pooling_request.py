@@ -137,8 +137,8 @@ class PoolingRequest:
         return min(self._parts.deadline, at + answer_s(self._parts.deadline - at))
 
     def _leaves_silent(self, leg: WorkerLeg, late_s: float) -> bool:
-        """Return whether another worker is there for the one that does not answer, which was due `late_s` ago. Where there
-        is none it may still answer."""
+        """Return whether another worker is there for the one that does not answer, which was due `late_s` ago. Where
+        there is none it may still answer."""
         if late_s > LATE_S:
             return False
         if self._parts.router.has_other("prefill", self._routing, self._tried.unable | {leg.worker_id}):
@@ -160,8 +160,8 @@ class PoolingRequest:
         self._parts.record.note_retry(leg.link.name, refused.reason)
 
     async def _note_failure(self, leg: WorkerLeg, message: Lost | Stalled | pb.Ended | pb.Done | None) -> None:
-        """Count an end without a vector, or silence (None); from now on its worker is avoided. Raises BatonError if none
-        must be asked, once that is certain."""
+        """Count an end without a vector, or silence (None); from now on its worker is avoided. Raises BatonError if
+        none must be asked, once that is certain."""
         if isinstance(message, pb.Ended) and message.code:
             error = from_code(message.code, message.message, reason=message.reason or None)
         else:

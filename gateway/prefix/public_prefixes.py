@@ -39,7 +39,8 @@ async def read_public_prefixes(path: Path, encode: Encode) -> list[Sequence[int]
 
 
 def _is_list(value: object) -> bool:
-    """Return whether these are strings with something in them. A string alone is none: its letters would be prefixes."""
+    """Return whether these are strings with something in them. A string alone is none: its letters would be
+    prefixes."""
     return isinstance(value, list) and all(isinstance(text, str) and text for text in value)
 
 

@@ -4,10 +4,10 @@
     baton:beat:<gateway>    how many batches of bits this gateway has written; expires
 
 A slot is for one worker and for one writer of its events, which knows each bit that was set. Another writer, or one
-that Redis did not hear for a while, cannot know which bits to clear: it retires the slot and leases another. So
-does any gateway with the slot of a worker that has no writer any more. Bits of a retired slot mean nothing; before a
-span's time to live is renewed they are cleared, so that none is left when the slot is free. A Redis that comes back with
-what it had saved a while before has bits of then, and a beat of then, which tells it: it is written with each batch.
+that Redis did not hear for a while, cannot know which bits to clear: it retires the slot and leases another. So does
+any gateway with the slot of a worker that has no writer any more. Bits of a retired slot mean nothing; before a span's
+time to live is renewed they are cleared, so that none is left when the slot is free. A Redis that comes back with what
+it had saved a while before has bits of then, and a beat of then, which tells it: it is written with each batch.
 """
 
 import logging
@@ -78,8 +78,8 @@ class SlotLeases:
         self._num_beats += 1
 
     def went_back(self) -> bool:
-        """Return whether Redis was seen to have forgotten batches that it had confirmed; once for each time. Then no slot
-        may be kept: what was written since is not there, and what was cleared is."""
+        """Return whether Redis was seen to have forgotten batches that it had confirmed; once for each time. Then no
+        slot may be kept: what was written since is not there, and what was cleared is."""
         went_back, self._went_back = self._went_back, False
         if went_back:
             log.warning("redis: it came back with what it had saved before, all is written again")

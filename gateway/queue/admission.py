@@ -20,8 +20,8 @@ class AdmissionControl:
         self._num = Counter[str]()  # by tenant
 
     def enter(self, key_id: str, tenant: str, num_choices: int = 1, model: str = "") -> Reservation:
-        """Admit a request of a model; return what is set aside of its tenant's quota. The caller has checked that `key_id` is
-        free, and calls `leave` in the end. Raises Overloaded, InvalidRequest."""
+        """Admit a request of a model; return what is set aside of its tenant's quota. The caller has checked that
+        `key_id` is free, and calls `leave` in the end. Raises Overloaded, InvalidRequest."""
         own = self._num[tenant]
         if not has_room(self._max, len(self.key_ids), own, 1, len(self._num) + (not own)):
             message = f"{len(self.key_ids)} requests are in the gateway already, {own} of them of this tenant"

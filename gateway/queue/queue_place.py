@@ -63,8 +63,8 @@ class QueuePlace:
         self._retry_at = now() + min(max(refused.retry_after_ms / 1000, _LEAST_HINT_S), _LONGEST_HINT_S)
 
     def join(self, queue: WaitingQueue) -> None:
-        """Join a queue, or stay in it after another refusal. From another one it brings the time that it has waited. Raises
-        Overloaded: too many wait, where it has neither waited nor run before."""
+        """Join a queue, or stay in it after another refusal. From another one it brings the time that it has waited.
+        Raises Overloaded: too many wait, where it has neither waited nor run before."""
         since = self._since or now()
         self._look_at = math.inf
         if self._entry is not None and self._entry[0] is queue:
@@ -77,8 +77,8 @@ class QueuePlace:
         self._is_known = True
 
     def join_for_worker(self, queue: WaitingQueue) -> None:
-        """Join a queue, or stay in it, though no worker serves that suits: it looks again by itself, soon if it is first.
-        Raises Overloaded as `join` does."""
+        """Join a queue, or stay in it, though no worker serves that suits: it looks again by itself, soon if it is
+        first. Raises Overloaded as `join` does."""
         self.join(queue)
         self._retry_at, self._look_at = now() + _WORKER_POLL_S, now() + _OTHERS_POLL_S
 

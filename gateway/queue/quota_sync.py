@@ -1,7 +1,8 @@
 """Share the usage of tenants among all gateways on one Redis: each writes its counts, and adds those of the others.
 
     baton:gateways       sorted set of gateways; the score is when it expires, in seconds by the clock of Redis
-    baton:usage:<hex>    {tenant, or tenant@digest of a model's name: [choices that run, tokens reserved and returned since its start, tokens left]}, expires
+    baton:usage:<hex>    expires; {tenant, or tenant@digest of a model's name:
+                         [choices that run, tokens reserved and returned since its start, tokens left]}
 
 No request waits for it, so what one gateway admits the others count up to 2 x PERIOD_S later. Until then each admits
 what the bounds allow: with G gateways a tenant may have G x its choices at once and G x its remaining tokens, with what

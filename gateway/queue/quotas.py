@@ -1,5 +1,5 @@
-"""Quotas of tenants, of all their requests and of those of one model: tokens a second, prompts and answers together, and
-choices at once; through this gateway, and where gateways share their counts, through all (quota_sync.py)."""
+"""Quotas of tenants, of all their requests and of those of one model: tokens a second, prompts and answers together,
+and choices at once; through this gateway, and where gateways share their counts, through all (quota_sync.py)."""
 
 import hashlib
 import heapq
@@ -75,8 +75,8 @@ def read_quotas(path: Path | None) -> Mapping[str, Quota]:
 
 
 def usage_name(tenant: str, model: str) -> str:
-    """Return what the usage of a tenant is counted under, or, where `model` is one, of its requests of that: no longer than
-    tenants' names, whatever the model's is."""
+    """Return what the usage of a tenant is counted under, or, where `model` is one, of its requests of that: no longer
+    than tenants' names, whatever the model's is."""
     return f"{tenant}@{hashlib.sha256(model.encode()).hexdigest()[:16]}" if model else tenant
 
 
@@ -106,9 +106,9 @@ class UsageCounts(NamedTuple):
 
 
 class Usage:
-    """The remaining quota of one tenant, or of one for a model: a bucket that fills at its rate. A request takes the most
-    that it can use and gives back what it did not use; the balance may fall below zero, by one request and by what answers of
-    any length have more than was set aside, and is waited out."""
+    """The remaining quota of one tenant, or of one for a model: a bucket that fills at its rate. A request takes the
+    most that it can use and gives back what it did not use; the balance may fall below zero, by one request and by what
+    answers of any length have more than was set aside, and is waited out."""
 
     __slots__ = ("quota", "whose", "num_running", "num_reserved", "num_returned", "elsewhere", "_balance", "_at")
 
@@ -243,14 +243,14 @@ class Quotas:
         return self._table.get(usage_name(tenant, model), others)
 
     def max_concurrent(self, tenant: str, model: str = "") -> int | None:
-        """Return how many choices this tenant may have running, of a model where that is given; None: it has no quota of
-        that."""
+        """Return how many choices this tenant may have running, of a model where that is given; None: it has no quota
+        of that."""
         bounds = (self.quota(tenant).concurrent_requests, self.quota(tenant, model).concurrent_requests)
         return min((bound for bound in bounds if bound is not None), default=None)
 
     def enter(self, tenant: str, at: float, num_choices: int = 1, model: str = "") -> Reservation:
-        """Return the reservation of one more request of a model, to be settled in the end. Raises Overloaded, which names
-        the quota, and InvalidRequest for more choices than the tenant may ever have."""
+        """Return the reservation of one more request of a model, to be settled in the end. Raises Overloaded, which
+        names the quota, and InvalidRequest for more choices than the tenant may ever have."""
         if at - self._looked_at >= _LOOK_S:
             self._looked_at = at
             self._read_again()

@@ -106,8 +106,8 @@ class _TenantQueue:
 
 
 class WaitingBounds:
-    """What waits, in all queues together: bounded in requests and in tokens of their prompts, in all and by tenant. A tenant
-    with less than its share finds room where others have taken everything."""
+    """What waits, in all queues together: bounded in requests and in tokens of their prompts, in all and by tenant. A
+    tenant with less than its share finds room where others have taken everything."""
 
     def __init__(self, max_waiting: int, max_tokens: int):
         self._max, self._max_tokens = max_waiting, max_tokens
@@ -168,8 +168,8 @@ class WaitingQueue:
         return self._num
 
     def join(self, queued: QueuedRequest, call: Callable[[], None], is_known: bool = False) -> QueueEntry:
-        """Return an entry. `call` is called each time it is first and there may be room. Raises Overloaded: too many wait;
-        not for one that `is_known`, since it has waited before, or has run."""
+        """Return an entry. `call` is called each time it is first and there may be room. Raises Overloaded: too many
+        wait; not for one that `is_known`, since it has waited before, or has run."""
         if not is_known:
             self._bounds.check(queued)
         queue = self._queues.get(queued.tenant) or _TenantQueue()
@@ -238,9 +238,9 @@ class WaitingQueue:
 
 
 class WaitingQueues:
-    """The queues: `credit` for room to decode, and then `prefill` for a worker to read the prompt. Where no worker serves
-    that could hold a request, or none has its adapter ready, it waits in `decode_start` or `prefill_start` until one has
-    started, or has; in nobody's way who can be served. They share one bound."""
+    """The queues: `credit` for room to decode, and then `prefill` for a worker to read the prompt. Where no worker
+    serves that could hold a request, or none has its adapter ready, it waits in `decode_start` or `prefill_start` until
+    one has started, or has; in nobody's way who can be served. They share one bound."""
 
     def __init__(self, max_waiting: int, max_tokens: int = 1 << 30, clock: Callable[[], float] = lambda: now()):
         names = ("decode queue", "prefill queue") * 2

@@ -53,7 +53,8 @@ def _default_max_tokens(validated: ValidatedRequest, num_prompt_tokens: int, roo
 
 
 def _numbers_a_token(validated: ValidatedRequest) -> int:
-    """Return what a token of the answer counts where log-probabilities are asked for: as each of them, and as one itself."""
+    """Return what a token of the answer counts where log-probabilities are asked for: as each of them, and as one
+    itself."""
     return validated.num_logprobs and validated.num_logprobs + 1
 
 

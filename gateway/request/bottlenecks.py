@@ -1,9 +1,10 @@
 """What the time of one request was spent waiting for: each of its phases is divided among the words of
 baton.service.observe.bottleneck without a rest.
 
-Waiting for room comes first, in lines here and on workers, as it was seen there. What is left of a phase in a worker is a
-share of waiting for a core, as that worker says, and what the phase is there for. What passes between processes is divided
-as the delays are that were measured meanwhile: this event loop's, for want of a core or for its own work, and the network's.
+Waiting for room comes first, in lines here and on workers, as it was seen there. What is left of a phase in a worker is
+a share of waiting for a core, as that worker says, and what the phase is there for. What passes between processes is
+divided as the delays are that were measured meanwhile: this event loop's, for want of a core or for its own work, and
+the network's.
 """
 
 from collections import defaultdict

@@ -1,5 +1,5 @@
-"""Messages of a conversation and the tools in it, checked: roles, order, arguments. Raises InvalidRequest that names the
-field."""
+"""Messages of a conversation and the tools in it, checked: roles, order, arguments. Raises InvalidRequest that names
+the field."""
 
 import json
 import re
@@ -133,9 +133,9 @@ def _check_name(where: str, name: str) -> None:
 
 
 def _object(where: str, text: str, is_models: bool = False) -> JsonObject:
-    """Return the JSON object in `text`; none where it is empty. `is_models`: a model wrote it, so that none is what is no
-    JSON too, as a call in which an answer ended (templates that take the arguments apart would fail on a text), and half of
-    a surrogate pair is U+FFFD."""
+    """Return the JSON object in `text`; none where it is empty. `is_models`: a model wrote it, so that none is what is
+    no JSON too, as a call in which an answer ended (templates that take the arguments apart would fail on a text), and
+    half of a surrogate pair is U+FFFD."""
     if not text:
         return {}
     try:

@@ -92,8 +92,8 @@ class RequestRecord:
 
     @property
     def tokens_by_kind(self) -> dict[str, int]:
-        """Return the tokens of a prompt that was read, how many of them were cached, and those written. Of an answer that its
-        client resumes only what was not there: the stream that broke off has the rest."""
+        """Return the tokens of a prompt that was read, how many of them were cached, and those written. Of an answer
+        that its client resumes only what was not there: the stream that broke off has the rest."""
         num_before = sum(self.validated.resume_from) if self.validated else 0
         was_read = not num_before and (self.num_output_tokens > 0 or self.stamps.first_sent is not None)
         return {

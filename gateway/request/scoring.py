@@ -1,5 +1,5 @@
-"""Turn a call for scores into validated prompts, in the words that Qwen3-Reranker was trained with: a conversation that asks
-for yes or no."""
+"""Turn a call for scores into validated prompts, in the words that Qwen3-Reranker was trained with: a conversation that
+asks for yes or no."""
 
 import math
 from collections.abc import Sequence

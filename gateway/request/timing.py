@@ -73,8 +73,8 @@ class PoolingStamps(NamedTuple):
 
 
 def note_pooling_phases(prompts: Sequence[PoolingStamps], stamps: Stamps, measured: Measured) -> None:
-    """Record the phases of a call whose prompts were pooled beside and behind each other: it is in `prefill` while a worker
-    computes any of them, and else in `prefill_queue` while any waits for a worker."""
+    """Record the phases of a call whose prompts were pooled beside and behind each other: it is in `prefill` while a
+    worker computes any of them, and else in `prefill_queue` while any waits for a worker."""
     stamps.prefill_sent = sent = min(each.sent for each in prompts)
     measured.prefill_s = _covered_s((each.launched, each.pooled) for each in prompts)
     under_way_s = _covered_s((max(sent, each.begun), each.pooled) for each in prompts)

@@ -86,7 +86,8 @@ def check_model(asked: str, served: ServedModel) -> bytes:
 
 
 def not_known(asked: str, models: Sequence[ServedModel]) -> NotFound | NoWorker:
-    """Return the error of a request whose model is none of these, nor an adapter that their workers have named so far."""
+    """Return the error of a request whose model is none of these, nor an adapter that their workers have named so
+    far."""
     if all(model.is_whole for model in models):
         return not_served(asked, models)
     message = f"model {asked[:80]!r} is not known here before all workers have said which adapters they hold"
@@ -205,8 +206,8 @@ def refuse_length(field: str, num_tokens: int, most: int, served: ServedModel) -
 
 
 def request_id_of(given: str) -> str:
-    """Return the id by which a request is known from its first moment: the one that it gives; drawn where it gives none, or
-    one for which it will be refused."""
+    """Return the id by which a request is known from its first moment: the one that it gives; drawn where it gives
+    none, or one for which it will be refused."""
     return given if REQUEST_ID.fullmatch(given) else secrets.token_hex(12)
 
 

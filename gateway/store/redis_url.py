@@ -1,4 +1,5 @@
-"""The URL of a Redis, which may hold a password: what of it may be shown, and what is wrong with it without showing it."""
+"""The URL of a Redis, which may hold a password: what of it may be shown, and what is wrong with it without showing
+it."""
 
 import re
 from urllib.parse import parse_qsl, urlencode, urlsplit
@@ -12,8 +13,8 @@ _DATABASE = re.compile(r"(/\d*)?/?", re.ASCII)  # of any other path redis-py tak
 
 
 def check_url(url: str) -> None:
-    """Raises ValueError, which does not name it, for a URL whose password ends early: its rest would pass for a path, and
-    its beginning for the host that is shown."""
+    """Raises ValueError, which does not name it, for a URL whose password ends early: its rest would pass for a path,
+    and its beginning for the host that is shown."""
     try:
         parts = urlsplit(url)
     except ValueError:
@@ -26,7 +27,8 @@ def check_url(url: str) -> None:
 
 
 def without_password(url: str) -> str:
-    """Return the URL without what its user alone may know: user and passwords, which redis-py takes from the query too."""
+    """Return the URL without what its user alone may know: user and passwords, which redis-py takes from the query
+    too."""
     parts = urlsplit(url)
     fields = [(name, value) for name, value in parse_qsl(parts.query) if name != "username" and "password" not in name]
     shown = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"

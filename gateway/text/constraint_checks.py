@@ -1,5 +1,5 @@
-"""Check constraints in processes of their own, as many as are asked at once: what takes too long or too much memory ends
-with its process, and nobody else waits for it."""
+"""Check constraints in processes of their own, as many as are asked at once: what takes too long or too much memory
+ends with its process, and nobody else waits for it."""
 
 import contextlib
 import hashlib
@@ -26,8 +26,8 @@ _NUM_KEPT = 1024  # answers, 100 bytes each
 
 
 class ConstraintChecks:
-    """Thread-safe. A process begins with a constraint that finds none idle, or before (`start`), and ends with this object's
-    `close`."""
+    """Thread-safe. A process begins with a constraint that finds none idle, or before (`start`), and ends with this
+    object's `close`."""
 
     def __init__(self, tokenizer_json: bytes, vocab_size: int):
         """`vocab_size`: of the model, which may know fewer ids than its tokenizer."""

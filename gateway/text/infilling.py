@@ -8,7 +8,8 @@ _PREFIX, _SUFFIX = "{prefix}", "{suffix}"
 
 
 class _Form(NamedTuple):
-    """`parts`: control tokens, and the places of both texts; `ends`: tokens that end an answer beside the model's own."""
+    """`parts`: control tokens, and the places of both texts; `ends`: tokens that end an answer beside the model's
+    own."""
 
     parts: tuple[str, ...]
     ends: tuple[str, ...] = ()
@@ -51,7 +52,8 @@ class Infilling:
 
 
 def find_infilling(tokenizer: Tokenizer) -> Infilling | None:
-    """Return the form whose tokens are control tokens of a tokenizer, as a text could spell others; None: there is none."""
+    """Return the form whose tokens are control tokens of a tokenizer, as a text could spell others; None: there is
+    none."""
     ids = tokenizer.control_ids
     known = {*ids, _PREFIX, _SUFFIX}
     form = next((form for form in _FORMS if known.issuperset(form.parts)), None)

@@ -1,16 +1,17 @@
 """Whose control tokens those of a rendered conversation are: what clients write never becomes one.
 
-A second rendering carries marks, characters that occur nowhere else: around each text of clients, and within it around each
-control token that it spells. Between two marks all characters are of one origin, whatever a template does to a text as a
-whole, or if it cuts one at a control token:
+A second rendering carries marks, characters that occur nowhere else: around each text of clients, and within it around
+each control token that it spells. Between two marks all characters are of one origin, whatever a template does to a
+text as a whole, or if it cuts one at a control token:
 
     [text (token) text]   template   [text (    template    ) text]   template
 
-A template that writes the token at which it cut, and nothing else, has written what the client did: that is the client's.
+A template that writes the token at which it cut, and nothing else, has written what the client did: that is the
+client's.
 
-Where a template measures or compares what has marks, a third rendering has masks: in place of each sign of which control tokens
-are made, in each text of clients, another character that occurs nowhere else. Where it is the first one but for these, the
-control tokens in it are the template's.
+Where a template measures or compares what has marks, a third rendering has masks: in place of each sign of which
+control tokens are made, in each text of clients, another character that occurs nowhere else. Where it is the first one
+but for these, the control tokens in it are the template's.
 """
 
 import abc
@@ -67,12 +68,12 @@ class _Disguise(abc.ABC):
 
     @abc.abstractmethod
     def of_template(self, text: str, disguised: str) -> tuple[Match, ...] | None:
-        """Return the control tokens in `text`, a rendering, that are the template's, by the one of disguised texts; None: it
-        does not show them."""
+        """Return the control tokens in `text`, a rendering, that are the template's, by the one of disguised texts;
+        None: it does not show them."""
 
     def value(self, value: Any) -> Any:
-        """Return a value of JSON with its texts disguised; of keys, which templates ask for, those that would be a control
-        token between brackets."""
+        """Return a value of JSON with its texts disguised; of keys, which templates ask for, those that would be a
+        control token between brackets."""
         if isinstance(value, str):
             return self.text(value)
         if isinstance(value, dict):
@@ -105,8 +106,8 @@ class _Marks(_Disguise):
         self.tails: set[str] = set()  # and ends
 
     def text(self, text: str) -> str:
-        """Put the marks inside its outer white space, so that templates that trim see what they would see, and none into words
-        of which no control token is made, so that those that compare or measure them do."""
+        """Put the marks inside its outer white space, so that templates that trim see what they would see, and none
+        into words of which no control token is made, so that those that compare or measure them do."""
         core = text.strip()
         if not core or (self.controls.signs.isdisjoint(core) and not self.controls.contain(core)):
             return text
@@ -114,8 +115,8 @@ class _Marks(_Disguise):
         return f"{text[:head]}{self._text_begin}{self._core(core)}{self._text_end}{text[head + len(core) :]}"
 
     def of_template(self, text: str, disguised: str) -> tuple[Match, ...] | None:
-        """Find control tokens between each two marks, and leave out those that are clients': whole texts, tokens that came out
-        between their marks, and what is left of a pair of tokens that was cut between them."""
+        """Find control tokens between each two marks, and leave out those that are clients': whole texts, tokens that
+        came out between their marks, and what is left of a pair of tokens that was cut between them."""
         pieces = re.split(f"([{''.join(self.names)}])", disguised)
         names = ["", *(self.names[mark] for mark in pieces[1::2]), ""]
         found, position = list[Match](), 0
@@ -143,8 +144,8 @@ class _Marks(_Disguise):
         return "".join((*pieces, text[position:]))
 
     def _units(self, text: str) -> list[Match]:
-        """Return the control tokens; two with nothing or white space between them are one: a template may ask whether there
-        is something."""
+        """Return the control tokens; two with nothing or white space between them are one: a template may ask whether
+        there is something."""
         units, is_pair = list[Match](), False
         for found in self.controls.find(text):
             if units and not is_pair and not text[units[-1].end : found.begin].strip():
@@ -177,8 +178,8 @@ class _Masks(_Disguise):
 
 
 def _moved(found: Sequence[Match], bare: str, text: str) -> tuple[Match, ...] | None:
-    """Return the places in `text` of what was found in `bare`, which may have more white space: beside a mark the template
-    could not trim it. None where they differ otherwise."""
+    """Return the places in `text` of what was found in `bare`, which may have more white space: beside a mark the
+    template could not trim it. None where they differ otherwise."""
     if bare == text:
         return tuple(found)
     if "".join(bare.split()) != "".join(text.split()):

@@ -138,8 +138,8 @@ RESERVED = ("messages", "tools", "documents", "add_generation_prompt")
 
 class ChatTemplate:
     def __init__(self, source: str, special_tokens: dict[str, str], tool_source: str | None = None):
-        """`tool_source`: of conversations with tools, where that is another. Raises TemplateFailed when a template does not
-        compile."""
+        """`tool_source`: of conversations with tools, where that is another. Raises TemplateFailed when a template does
+        not compile."""
         self._special_tokens = special_tokens
         self._for_tools = None if tool_source is None else ChatTemplate(tool_source, special_tokens)
         # By name: a template that does not know them would leave them out of the prompt without a word.
@@ -161,9 +161,9 @@ class ChatTemplate:
         return name in RESERVED or name in self._special_tokens
 
     def render(self, messages: Sequence[ChatMessage], options: ChatOptions = NO_OPTIONS) -> str:
-        """Return the prompt, with the head of the answer added, or up to the end of the last message where that is to be
-        continued. A conversation that the template refuses is written as the strictest ones take it. Raises TemplateFailed,
-        also for a rendering that would not end."""
+        """Return the prompt, with the head of the answer added, or up to the end of the last message where that is to
+        be continued. A conversation that the template refuses is written as the strictest ones take it. Raises
+        TemplateFailed, also for a rendering that would not end."""
         try:
             return self._render(messages, options)
         except TemplateFailed:
@@ -174,7 +174,8 @@ class ChatTemplate:
     def _render(self, messages: Sequence[ChatMessage], options: ChatOptions) -> str:
         if not options.continues:
             return self._written(messages, options, self.form)
-        # As transformers cuts: behind the content, and where the template trims that, before the white space at its end.
+        # As transformers cuts: behind the content, and where the template trims that, before the white space at its
+        # end.
         (tag,) = unused_marks(1, texts_of(messages, options))
         last = messages[-1]._replace(content=f"{messages[-1].content}{tag} ")
         head, found, tail = self._written([*messages[:-1], last], options, self.form).rpartition(tag)
@@ -183,8 +184,9 @@ class ChatTemplate:
         return head if tail.startswith(" ") else head.rstrip()
 
     def _writes_tools(self) -> bool:
-        """Return whether a tool stands in what it writes: some know another word for them (SmolLM3), or look for them in a message
-        (Phi-4-mini). One that refuses whatever it is given may take other tools, and says itself what it wants."""
+        """Return whether a tool stands in what it writes: some know another word for them (SmolLM3), or look for them
+        in a message (Phi-4-mini). One that refuses whatever it is given may take other tools, and says itself what it
+        wants."""
         written, user = list[str](), ChatMessage("user", "?")
         for chat in ((ChatMessage("system", "!"), user), (user,)):
             with contextlib.suppress(TemplateFailed):
@@ -192,9 +194,9 @@ class ChatTemplate:
         return not written or any(_PROBED_TOOL in text for text in written)
 
     def _find_form(self) -> CallForm:
-        """Return the first form of calls in which the template writes one. Some write it only where the content is none, or
-        join its arguments to a text (DeepSeek V3, R1), and others write an empty content as a message of its own: the
-        shorter text has none of it."""
+        """Return the first form of calls in which the template writes one. Some write it only where the content is
+        none, or join its arguments to a text (DeepSeek V3, R1), and others write an empty content as a message of its
+        own: the shorter text has none of it."""
         for as_text in (False, True):
             forms = [CallForm(content, as_text) for content in ("", None)]
             written = {form: text for form in forms if (text := self._try_call(form))}
@@ -205,7 +207,8 @@ class ChatTemplate:
         return PLAIN_CALLS
 
     def _try_call(self, form: CallForm, content: str = "") -> str:
-        """Return a conversation with a call as the template writes it; nothing where the call is not in it as it was made."""
+        """Return a conversation with a call as the template writes it; nothing where the call is not in it as it was
+        made."""
         call = ChatToolCall("probe0000", "probe", {"argument": "of the probe"})
         chat = (
             ChatMessage("user", "?"),
@@ -246,8 +249,8 @@ class ChatTemplate:
 
 
 def in_turns(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
-    """Return a conversation with one system message, at its beginning (later ones are told as the user's), and none of the
-    user's behind another: those in a row are one."""
+    """Return a conversation with one system message, at its beginning (later ones are told as the user's), and none of
+    the user's behind another: those in a row are one."""
     behind = itertools.dropwhile(lambda message: message.role in _SYSTEM, messages)
     as_users = [each._replace(role="user") if each.role in _SYSTEM else each for each in behind]
     head = [each._replace(role="system") for each in messages[: len(messages) - len(as_users)]]

@@ -1,5 +1,5 @@
-"""Threads for work on long texts. A tenant has all but one at most, the next one is for the tenant that has fewest, and work that is
-cancelled before its thread begins is never done."""
+"""Threads for work on long texts. A tenant has all but one at most, the next one is for the tenant that has fewest, and
+work that is cancelled before its thread begins is never done."""
 
 import asyncio
 import os
@@ -21,7 +21,8 @@ class TextThreads:
     """Belongs to the event loop. Waiting calls are counted by AdmissionControl, which bounds them."""
 
     def __init__(self, num_threads: int = NUM_THREADS, name: str = "text"):
-        """Raises RuntimeError where the system refuses a thread: all are started here, and no call fails of it later."""
+        """Raises RuntimeError where the system refuses a thread: all are started here, and no call fails of it
+        later."""
         self._executor = ThreadPoolExecutor(num_threads, thread_name_prefix=name)
         self._start_threads(num_threads)
         self._num_idle, self._most_of_one = num_threads, max(1, num_threads - 1)

@@ -31,8 +31,8 @@ class TextWork:
     def __init__(
         self, tokenizer: Tokenizer, template: ChatTemplate | None, vocab_size: int, prompts_spell_controls: bool = False
     ):
-        """`vocab_size`: of the model, which may know fewer ids than its tokenizer. `prompts_spell_controls`: control tokens
-        in the text of a prompt are these."""
+        """`vocab_size`: of the model, which may know fewer ids than its tokenizer. `prompts_spell_controls`: control
+        tokens in the text of a prompt are these."""
         self.detokenizer = Detokenizer(tokenizer)
         self._prompts_spell_controls = prompts_spell_controls
         self._tokenizer, self._template, self._vocab_size = tokenizer, template, vocab_size
@@ -51,8 +51,8 @@ class TextWork:
         deadline: float = math.inf,
         is_data: bool = False,
     ) -> Sequence[int]:
-        """Return the token ids of a prompt, in little memory. `is_data`: the text is no prompt, and spells no control tokens
-        in any case. Raises InvalidRequest, at once for a prompt that could never fit; DeadlineExceeded."""
+        """Return the token ids of a prompt, in little memory. `is_data`: the text is no prompt, and spells no control
+        tokens in any case. Raises InvalidRequest, at once for a prompt that could never fit; DeadlineExceeded."""
         text, token_ids, messages = prompt
         if token_ids is not None:
             return token_ids
@@ -76,8 +76,8 @@ class TextWork:
     async def infill(
         self, prefix: str, suffix: str, context: int, tenant: str = DEFAULT_TENANT, deadline: float = math.inf
     ) -> Sequence[int]:
-        """Return the token ids of a prompt that asks for what stands between two texts. Raises InvalidRequest, also for a
-        model that is not asked so; DeadlineExceeded."""
+        """Return the token ids of a prompt that asks for what stands between two texts. Raises InvalidRequest, also for
+        a model that is not asked so; DeadlineExceeded."""
         if (infilling := self._infilling) is None:
             message = "this model's tokenizer has no control tokens for it, such as <|fim_prefix|>: send the text before alone"
             raise InvalidRequest("suffix", message)
@@ -114,8 +114,9 @@ class TextWork:
     async def check_constraint(
         self, constraint: Constraint, tenant: str, deadline: float, field: str | None = None
     ) -> Constraint:
-        """Return the constraint as workers take it: a grammar in Lark. Raises InvalidRequest for one that no answer can be
-        kept to within bounds; Unavailable, DeadlineExceeded. `field`: of the request that it comes from, if not its own."""
+        """Return the constraint as workers take it: a grammar in Lark. Raises InvalidRequest for one that no answer can
+        be kept to within bounds; Unavailable, DeadlineExceeded. `field`: of the request that it comes from, if not its
+        own."""
         try:
             if constraint.kind == "grammar" and "::=" in constraint.text:
                 lark = await self._in_thread(partial(in_lark, constraint.text), tenant, deadline)
@@ -132,8 +133,8 @@ class TextWork:
         return constraint
 
     def expect_constraints(self) -> None:
-        """Start a process that checks constraints, if none was started: that takes seconds with a large vocabulary, which
-        the first constraint need not wait for. Others start with those that come meanwhile."""
+        """Start a process that checks constraints, if none was started: that takes seconds with a large vocabulary,
+        which the first constraint need not wait for. Others start with those that come meanwhile."""
         if self._starting is None:
             self._starting = asyncio.ensure_future(self._checks.run(DEFAULT_TENANT, self._constraints.start))
 
@@ -194,8 +195,8 @@ class TextWork:
             raise InvalidRequest("messages.chat_template_kwargs", f"{taken} is given to every template already")
 
     def _check_tools(self, options: ChatOptions, prompt: str) -> None:
-        """Raises InvalidRequest where the template writes no tools, and those that may be called came into the prompt by no other way
-        either: by variables of the client's (xml_tools of SmolLM3), or in a message."""
+        """Raises InvalidRequest where the template writes no tools, and those that may be called came into the prompt
+        by no other way either: by variables of the client's (xml_tools of SmolLM3), or in a message."""
         names = options.callable_tools
         if names and not self._template.of(options).takes_tools and not any(name in prompt for name in names):
             message = "this model's chat template has no place for tools: write them in a message too, or into the"

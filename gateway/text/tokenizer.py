@@ -1,5 +1,5 @@
-"""Turn text into token ids as transformers does, except that what users write becomes a control token only where that is
-asked for."""
+"""Turn text into token ids as transformers does, except that what users write becomes a control token only where that
+is asked for."""
 
 import json
 import math
@@ -44,15 +44,16 @@ class Tokenizer:
     """One tokenizer.json. Immutable after the start, so threads may share it; the library holds no lock of Python's
     while it encodes.
 
-    A control token is one that the file calls special, or an added one that is written like a tag: <...> or [...], but for HTML.
+    A control token is one that the file calls special, or an added one that is written like a tag: <...> or [...], but
+    for HTML.
     """
 
     def __init__(
         self, tokenizer_json: bytes, name: str = "tokenizer.json", begin: str | None = None, end: str | None = None
     ):
         """`begin`, `end`: tokens that stand around a text, also where the file puts none there (DeepSeek's says so in
-        tokenizer_config.json alone). Raises SettingsError when the file is not a tokenizer, or one of a kind that is not
-        known."""
+        tokenizer_config.json alone). Raises SettingsError when the file is not a tokenizer, or one of a kind that is
+        not known."""
         self.json = tokenizer_json
         self._normal = _load(tokenizer_json, name)
         vocabulary = self._normal.get_vocab()
@@ -89,8 +90,8 @@ class Tokenizer:
         return self._normal
 
     def encode_text(self, text: str, spells_controls: bool = False) -> list[int]:
-        """Return the token ids of a user's text, with the tokenizer's own special tokens (BOS) added. `spells_controls`:
-        control tokens in it are these. Raises CannotEncode."""
+        """Return the token ids of a user's text, with the tokenizer's own special tokens (BOS) added.
+        `spells_controls`: control tokens in it are these. Raises CannotEncode."""
         tokenizer = self._plain if not spells_controls and self._spelled(text) else self._normal
         return _encode(tokenizer, [text], add_special_tokens=True)[0].ids
 
@@ -180,8 +181,8 @@ def _load(tokenizer_json: bytes, name: str) -> tokenizers.Tokenizer:
 
 
 def _put_around(tokenizer: tokenizers.Tokenizer, begin: str | None, end: str | None) -> None:
-    """Have the tokens put around a text, beside those that are put there already; none that is there, or that the vocabulary has
-    not."""
+    """Have the tokens put around a text, beside those that are put there already; none that is there, or that the
+    vocabulary has not."""
     first, last = (None if token is None else tokenizer.token_to_id(token) for token in (begin, end))
     if first is None and last is None:
         return
@@ -254,8 +255,8 @@ def _most_chars_per_token(content: dict, vocabulary: dict[str, int]) -> float:
 
 
 def _is_byte_level(decoder_steps: Sequence[str], name: str) -> bool:
-    """Return whether the bytes of a text are those of its tokens, joined. Raises SettingsError where what else is done to them
-    is not known here, or depends on where in the text they stand."""
+    """Return whether the bytes of a text are those of its tokens, joined. Raises SettingsError where what else is done
+    to them is not known here, or depends on where in the text they stand."""
     if "BPEDecoder" in decoder_steps:
         raise SettingsError(f"{name}: its decoder is BPEDecoder, which is not served")
     if "ByteLevel" not in decoder_steps:

@@ -18,8 +18,8 @@ from kvtransfer.naming import SPAN_TOKENS
 from kvtransfer.wire import Range
 
 STAGING_BYTES = 256 << 10  # stays in the second-level cache
-# Rows that are staged go in parts of this size: they stay in the last-level cache (seen: 256 KiB 1.1 GB/s, of which most
-# is Python, 2 MiB 3.5 GB/s, as fast as memory).
+# Rows that are staged go in parts of this size: they stay in the last-level cache (seen: 256 KiB 1.1 GB/s, of which
+# most is Python, 2 MiB 3.5 GB/s, as fast as memory).
 CHUNK_BYTES = 2 << 20
 _MAX_GROUP = 64  # buffers in one system call
 _RUN_BYTES = 32 << 10  # neighbours that average this much are copied run by run, others gathered

@@ -1,5 +1,6 @@
-"""A range as runs of bytes of two pools whose blocks have one size and form, of whatever layers and heads each is: neighbours
-merged, so that an engine which moves runs of bytes gets few of them. Computed in numpy, no Python per block."""
+"""A range as runs of bytes of two pools whose blocks have one size and form, of whatever layers and heads each is:
+neighbours merged, so that an engine which moves runs of bytes gets few of them. Computed in numpy, no Python per
+block."""
 
 from typing import NamedTuple
 

@@ -1,8 +1,8 @@
 """Move a range from a source's pool into a taker's that keeps KV in other blocks or in another form.
 
-                          same form                              a lossier one on the taker's side
-    the taker reads       source ─ copy ─► pool ─ digest          source ─ gather ─ digest ─ encode ─► pool
-    the source sends      pool ─ digest ─ send ─► pool ─ digest   pool ─ gather ─ encode ─ digest ─ send ─► pool ─ digest
+                       same form                              a lossier one on the taker's side
+    the taker reads    source ─ copy ─► pool ─ digest         source ─ gather ─ digest ─ encode ─► pool
+    the source sends   pool ─ digest ─ send ─► pool ─ digest  pool ─ gather ─ encode ─ digest ─ send ─► pool ─ digest
 
 The digests are of the bytes that travelled. Where the taker reads, that is the source's form, and the taker encodes
 what it digested: one copy of the encoded rows would otherwise need memory that both sides map. Where the source

@@ -108,7 +108,8 @@ class CudaRuntime:
         pointer = c_void_p()
         self._call("cudaMalloc", byref(pointer), num_bytes)
         self._call("cudaMemset", pointer, 0, num_bytes)
-        # Neither the host nor the streams made here wait for it by themselves: it would zero what they have copied there.
+        # Neither the host nor the streams made here wait for it by themselves: it would zero what they have copied
+        # there.
         self._call("cudaStreamSynchronize", None)
         return pointer.value or 0
 

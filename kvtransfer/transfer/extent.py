@@ -1,5 +1,5 @@
-"""What one dialogue moves of a prompt: its tokens, or the state behind them. A state counts as one token, in a block of its
-own; it is ready when all of the prompt is."""
+"""What one dialogue moves of a prompt: its tokens, or the state behind them. A state counts as one token, in a block of
+its own; it is ready when all of the prompt is."""
 
 import hashlib
 from collections.abc import Sequence

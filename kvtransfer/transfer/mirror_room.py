@@ -1,8 +1,8 @@
 """Bound the host memory behind the mirror of a pool on a GPU.
 
 The mirror has the pool's size and places, and pages only where bytes have crossed. A range enters before its bytes come
-and leaves when nobody reads them there any more: a source's once its taker has them, a taker's once they are on the GPU.
-Blocks that no range uses keep their pages until there is no room for others.
+and leaves when nobody reads them there any more: a source's once its taker has them, a taker's once they are on the
+GPU. Blocks that no range uses keep their pages until there is no room for others.
 
 A source's ranges wait for other workers, which may wait for room of their own. So they have three quarters of the room,
 and a taker's, which need nothing more of anybody, always come to their end: no two workers wait for each other.

@@ -90,9 +90,9 @@ class Source:
     ) -> Offer:  # fmt: skip
         """Grant a lease on `blocks`, with the handle and the ticket that `taker` needs; what is ready already leaves as
         soon as it asks. `states`: of a layout with a state, the block as it will stand behind the last token.
-        `lease_id`: where several ranks lease their parts under one name (a handle of all their parts is made of theirs).
-        Raises LayoutMismatch for a taker that KV from here cannot feed, ValueError for counts that contradict each
-        other or a key that has a lease."""
+        `lease_id`: where several ranks lease their parts under one name (a handle of all their parts is made of
+        theirs). Raises LayoutMismatch for a taker that KV from here cannot feed, ValueError for counts that contradict
+        each other or a key that has a lease."""
         self._check_taker(taker)
         if not 1 <= num_tokens <= MAX_TOKENS or len(blocks) != self.layout.num_blocks(num_tokens):
             raise ValueError(f"{len(blocks)} blocks for {num_tokens} tokens")
@@ -112,7 +112,8 @@ class Source:
         return self._ticket(lease, taker)
 
     def offer_again(self, lease_id: bytes, taker: Taker) -> Offer:
-        """Offer the same lease to one more taker. Raises LeaseExpired where it has ended, LayoutMismatch, ValueError."""
+        """Offer the same lease to one more taker. Raises LeaseExpired where it has ended, LayoutMismatch,
+        ValueError."""
         self._check_taker(taker)
         lease = self._leases.find(lease_id)
         self._leases.renew(lease_id)

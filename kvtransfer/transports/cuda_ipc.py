@@ -61,9 +61,9 @@ class _CudaSourceLine(SocketLine):
 
 
 class OpenRegions:
-    """Allocations of other processes, by their socket, which a process makes again at every start: opened once, kept for
-    the next fetch, and closed when that process is gone, which else could not have its memory back. Opening maps tens of
-    GiB and closing waits for the device, so both run in threads. Belongs to the event loop."""
+    """Allocations of other processes, by their socket, which a process makes again at every start: opened once, kept
+    for the next fetch, and closed when that process is gone, which else could not have its memory back. Opening maps
+    tens of GiB and closing waits for the device, so both run in threads. Belongs to the event loop."""
 
     def __init__(self, region: DeviceRegion):
         self._region = region

@@ -29,8 +29,8 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """`advertise_host`: what takers on other machines connect to; needed where `listen_host` is a wildcard and neither the
-    host's own name nor its way out tells. `socket_folder`: where processes of this host meet. `first_port`: of
+    """`advertise_host`: what takers on other machines connect to; needed where `listen_host` is a wildcard and neither
+    the host's own name nor its way out tells. `socket_folder`: where processes of this host meet. `first_port`: of
     `num_ports` ports for takers on other machines; 0: the system chooses each."""
 
     listen_host: str = "127.0.0.1"
@@ -44,7 +44,8 @@ class Address:
         return self.first_port and self.first_port + _with_ports(names).index(name)
 
     def found(self) -> "Address":
-        """Return it with an `advertise_host` where it listens everywhere. Raises OSError, one line, where none is known."""
+        """Return it with an `advertise_host` where it listens everywhere. Raises OSError, one line, where none is
+        known."""
         if self.advertise_host or self.listen_host not in _WILDCARDS:
             return self
         return replace(self, advertise_host=_own_address(with_ipv6=self.listen_host == "::"))
@@ -56,8 +57,8 @@ class Address:
 
 
 def _own_address(with_ipv6: bool) -> str:
-    """Return an address of this host: one that its name leads to, else the one by which it reaches others, for installers write
-    `127.0.1.1 NAME` into /etc/hosts. Raises OSError."""
+    """Return an address of this host: one that its name leads to, else the one by which it reaches others, for
+    installers write `127.0.1.1 NAME` into /etc/hosts. Raises OSError."""
     name, found, why = socket.gethostname(), [], "leads to no address"
     try:
         family = socket.AF_UNSPEC if with_ipv6 else socket.AF_INET
@@ -209,8 +210,8 @@ class Dialer:
         return self._copier
 
     async def _own_agent(self) -> NixlAgent:
-        """Made when it is first needed; what cannot be made is not tried again, which each fetch would wait for. Raises PeerLost:
-        another transport may do."""
+        """Made when it is first needed; what cannot be made is not tried again, which each fetch would wait for. Raises
+        PeerLost: another transport may do."""
         async with self._making_agent:
             if self._agent is None and not self._no_agent:
                 try:

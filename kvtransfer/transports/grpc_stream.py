@@ -182,8 +182,8 @@ class GrpcLine:
             self._writing.cancel()
             self.ended.set()
             await self._call.end()
-            # The traceback of what was cancelled holds this line: a circle. Its call would keep the connection open until the
-            # server finds it idle (seen: 18 to 22 s), or the collector comes.
+            # The traceback of what was cancelled holds this line: a circle. Its call would keep the connection open
+            # until the server finds it idle (seen: 18 to 22 s), or the collector comes.
             del self._reading, self._writing, self._call
 
     def _lose(self, why: str) -> None:

@@ -76,11 +76,12 @@ class _Peer:
 
 
 class NixlAgent:
-    """`segment`: the pool. No thread of its own: NIXL's progress thread takes most of a core while it has nothing to do,
-    so a source polls while it is read and a taker while it reads."""
+    """`segment`: the pool. No thread of its own: NIXL's progress thread takes most of a core while it has nothing to
+    do, so a source polls while it is read and a taker while it reads."""
 
     def __init__(self, segment: Segment):
-        """Takes most of a second; a segment on a GPU must be on the thread's device. Raises TransferFailed, one line."""
+        """Takes most of a second; a segment on a GPU must be on the thread's device. Raises TransferFailed, one
+        line."""
         package = find_package()
         if package is None:
             raise TransferFailed(

@@ -24,8 +24,8 @@ async def connect(address: str) -> SocketLine:
 
 
 async def listening(host: str, port: int = 0) -> socket.socket:
-    """Bound; what it accepts sends at once, as an Ack must not wait for company. `port` 0: the system chooses. Raises OSError
-    naming the host."""
+    """Bound; what it accepts sends at once, as an Ack must not wait for company. `port` 0: the system chooses. Raises
+    OSError naming the host."""
     try:
         family, kind, proto, _, address = (await _resolve(host, port))[0]
         sock = socket.socket(family, kind, proto)

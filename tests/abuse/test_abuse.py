@@ -1,7 +1,7 @@
 """Every port, every abuse, from every caller that reaches it: no other caller is affected, and nothing of it stays.
 
-50 connections, or 50 calls of each method of a port, all together: each abuse at one port of those that speak alike, one at
-all ports. In `make test-long` every abuse at every port, 10,000 calls, the methods in turn."""
+50 connections, or 50 calls of each method of a port, all together: each abuse at one port of those that speak alike,
+one at all ports. In `make test-long` every abuse at every port, 10,000 calls, the methods in turn."""
 
 import json
 import resource

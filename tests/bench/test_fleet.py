@@ -1,4 +1,5 @@
-"""The simulated fleet of bench/fleet.py: nothing is lost, whatever happens to it, and the product's own code is what saves it."""
+"""The simulated fleet of bench/fleet.py: nothing is lost, whatever happens to it, and the product's own code is what
+saves it."""
 
 import math
 

@@ -1,4 +1,5 @@
-"""The fields of others' objects that the chart uses, by their definitions in the projects' sources; nothing else may be set.
+"""The fields of others' objects that the chart uses, by their definitions in the projects' sources; nothing else may be
+set.
 
 KEDA 2.20, cert-manager 1.18, Prometheus operator 0.85, LeaderWorkerSet 0.9.
 """

@@ -189,7 +189,8 @@ def test_the_parts_fit_together(values):
 
 
 def test_a_load_balancer_is_of_clients_alone():
-    """Metrics and pages name tenants and requests, over plain HTTP, and Prometheus finds them at each gateway's own address."""
+    """Metrics and pages name tenants and requests, over plain HTTP, and Prometheus finds them at each gateway's own
+    address."""
     objects = render({"gateway": {"http": True, "service": {"type": "LoadBalancer"}}, "monitoring": {"enabled": True}})
     public, each = (named(objects, "Service", name) for name in ("gateway", "gateways"))
     assert {port["port"] for port in public["spec"]["ports"]} == {50051, 8000}
@@ -225,7 +226,8 @@ def made_secrets(objects: list[dict]) -> set[str]:
 
 @pytest.mark.parametrize("days", [1, 30, 365, 730])
 def test_an_authority_of_its_own_outlives_what_it_signs(days):
-    """Renewed once a third of its time is left, as cert-manager does by default, it is never outlived by a certificate."""
+    """Renewed once a third of its time is left, as cert-manager does by default, it is never outlived by a
+    certificate."""
     made = render({"secrets": {"certificates": "cert-manager", "days": days}})
     hours = {
         each["metadata"]["name"]: int(each["spec"]["duration"].removesuffix("h"))

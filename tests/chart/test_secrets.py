@@ -1,4 +1,5 @@
-"""The program of the chart's Job, run against an API server that keeps Secrets: what it makes, product and Redis take."""
+"""The program of the chart's Job, run against an API server that keeps Secrets: what it makes, product and Redis
+take."""
 
 import base64
 import hashlib
@@ -130,7 +131,8 @@ def test_the_secrets_fit_together(made, tmp_path):
 
 
 def test_a_job_that_is_cut_off_anywhere_is_gone_on_with(run_job, tmp_path):
-    """Each Secret that is made or deleted fails once, and the next run makes the rest of the same authority and keys."""
+    """Each Secret that is made or deleted fails once, and the next run makes the rest of the same authority and
+    keys."""
     with ApiServer(flaky=True) as server:
         runs = [run_job(server)]
         while runs[-1].returncode and len(runs) < 20:

@@ -96,7 +96,8 @@ def test_clients_of_several_addresses_begin_at_any():
 
 
 class CuttingProxy:
-    """Stands before a gateway that dies after two messages: HTTP/2 in a few lines, in whose words such a stream is reset."""
+    """Stands before a gateway that dies after two messages: HTTP/2 in a few lines, in whose words such a stream is
+    reset."""
 
     def __init__(self, code: int):
         self._code, self._listener = code, socket.create_server(("127.0.0.1", 0))

@@ -222,7 +222,8 @@ def test_a_tokenizer_without_bytes_is_refused_in_one_line():
 
 
 def test_a_token_of_an_id_beyond_all_vocabularies():
-    """The library would write gigabytes of places that no token has: of a worker's start it took 2.8 GB in 45 s, and was not done."""
+    """The library would write gigabytes of places that no token has: of a worker's start it took 2.8 GB in 45 s, and
+    was not done."""
     content = json.loads(byte_vocabulary())
     content["model"]["vocab"]["far"] = 2**31
     with pytest.raises(ValueError, match="a token has id 2147483648, at most 1048575 is believed"):

@@ -125,7 +125,8 @@ def test_what_is_wrong_has_its_line(grammar):
 
 @pytest.mark.parametrize("bounds", ["{1,", "{1", "{", "{1,1"])
 def test_blanks_between_bounds_take_time_as_they_are_many(bounds):
-    """Tried in all ways in which two runs of blanks divide them, 6,000 took 1.7 s, and 128 KiB would take ten minutes of the GIL."""
+    """Tried in all ways in which two runs of blanks divide them, 6,000 took 1.7 s, and 128 KiB would take ten minutes
+    of the GIL."""
     with pytest.raises(BadConstraint, match="is not GBNF"):
         in_lark(f'root ::= "a"{bounds}' + " " * (MAX_BYTES - 100) + "x")
 

@@ -1,4 +1,5 @@
-"""Schemas that cannot be kept to as they are: what is left of each is kept to, and one that can be comes back as it was."""
+"""Schemas that cannot be kept to as they are: what is left of each is kept to, and one that can be comes back as it
+was."""
 
 import json
 

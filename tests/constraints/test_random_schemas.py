@@ -1,5 +1,5 @@
-"""Schemas and answers that nobody thought of: what the masks let through to its end is valid under jsonschema, and there is
-always an end."""
+"""Schemas and answers that nobody thought of: what the masks let through to its end is valid under jsonschema, and
+there is always an end."""
 
 import json
 import random

@@ -1,4 +1,5 @@
-"""A stand-in for the OpenTelemetry collector: takes spans and metrics over OTLP, keeps what it got, and says so at :8889.
+"""A stand-in for the OpenTelemetry collector: takes spans and metrics over OTLP, keeps what it got, and says so at
+:8889.
 
 `python collector.py FILE` writes {service: {span or metric: count}} to FILE after each message.
 """

@@ -55,7 +55,8 @@ def make_stand_ins(engine: Engine) -> None:
 
 
 def make_context(engine: Engine, lock: str) -> Path:
-    """A copy of the tree as git sees it, with the wheels of a lock, which pip of this machine fetches as it is configured."""
+    """A copy of the tree as git sees it, with the wheels of a lock, which pip of this machine fetches as it is
+    configured."""
     wheels, context = engine.folder / f"wheels-{lock}", engine.folder / "context"
     wheels.mkdir(exist_ok=True)
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "download", "--quiet", "--no-deps"]

@@ -21,10 +21,11 @@ PORTS = ("PORT", "FLEET_PORT", "ADMIN_PORT", "PROMETHEUS_PORT", "PORT_2", "FLEET
 
 
 def copy_of_compose(folder: Path) -> dict:
-    """compose.yaml, resolved, less tempo and Grafana; Debian's Redis and Prometheus, a collector of our own, a second gateway.
+    """compose.yaml, resolved, less tempo and Grafana; Debian's Redis and Prometheus, a collector of our own, a second
+    gateway.
 
-    Of our services nothing else is changed but `start_interval`, `required` and `profiles`, which docker-compose 1.29 does not
-    know."""
+    Of our services nothing else is changed but `start_interval`, `required` and `profiles`, which docker-compose 1.29
+    does not know."""
     document = yaml.safe_load((ROOT / "compose.yaml").read_text())
     services = {name: service for name, service in document["services"].items() if name in OURS}
     for service in services.values():

@@ -54,7 +54,8 @@ def test_native_kernels_run_without_a_compiler(engine, cpu_image):
 
 
 def test_a_second_build_makes_the_same_files(engine, cpu_image, record):
-    """From another copy of what the first was built from, nothing taken from a cache: every path, mode, owner and byte."""
+    """From another copy of what the first was built from, nothing taken from a cache: every path, mode, owner and
+    byte."""
     shutil.rmtree(context := engine.folder / "context-2", ignore_errors=True)
     shutil.copytree(engine.folder / "context", context)
     images.build(engine, context, "cpu", "baton-test/again", "--no-cache")

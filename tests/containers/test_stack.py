@@ -1,4 +1,5 @@
-"""compose.yaml's CPU profile in containers: who may ask, what two gateways share, and what the loss of each part costs."""
+"""compose.yaml's CPU profile in containers: who may ask, what two gateways share, and what the loss of each part
+costs."""
 
 import threading
 import time
@@ -87,8 +88,8 @@ def test_gateways_share_the_index(stack):
 
 
 def test_a_worker_that_is_killed_in_mid_stream(stack, record):
-    """Of two that a scaled service has the one that has more streams: these go on at the other one, with the very tokens of an
-    undisturbed run."""
+    """Of two that a scaled service has the one that has more streams: these go on at the other one, with the very
+    tokens of an undisturbed run."""
     scaled = ("up", "--detach", "--no-recreate", "--scale", "decode_worker_cpu=2", "decode_worker_cpu")
     stack.compose(*scaled)
     stack.wait_healthy("decode_worker_cpu")
@@ -110,7 +111,8 @@ def test_a_worker_that_is_killed_in_mid_stream(stack, record):
 
 
 def at_once(client, prompts: list[str], max_tokens: int, when_begun: Callable[[], object] = bool) -> list[str]:
-    """Return what all prompts together are answered; `when_begun` is called while each is in mid-stream. Raises CallError."""
+    """Return what all prompts together are answered; `when_begun` is called while each is in mid-stream. Raises
+    CallError."""
     begun = threading.Barrier(len(prompts) + 1, timeout=patience(60))
 
     def ask(prompt: str) -> str:
@@ -169,7 +171,8 @@ def test_a_rolling_restart_fails_nothing(stack, record):
 
 
 def test_the_collector_keeps_spans_of_every_process(stack, record):
-    """Long prompts that come together are read by the prefill worker: an idle decode worker reads a short one itself."""
+    """Long prompts that come together are read by the prefill worker: an idle decode worker reads a short one
+    itself."""
     wanted = {"gateway", "prefill", "decode"}
 
     def roles() -> set[str]:

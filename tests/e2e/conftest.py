@@ -144,8 +144,8 @@ def prompts():
 
 @pytest.fixture
 def start(fork_server, tmp_path):
-    """Return what starts a program and, once it has ended by itself, returns its exit status and stderr. Workers are forked
-    from a process that has read torch: the lines are the same, and there are twenty."""
+    """Return what starts a program and, once it has ended by itself, returns its exit status and stderr. Workers are
+    forked from a process that has read torch: the lines are the same, and there are twenty."""
 
     def start(module: str, *options: str) -> tuple[int, str]:
         make = fork_server.process if module in ROLES else Process

@@ -1,4 +1,5 @@
-"""Workers without a number of threads divide the cores of their host: whether they compute, and that they are gone, is seen by others."""
+"""Workers without a number of threads divide the cores of their host: whether they compute, and that they are gone, is
+seen by others."""
 
 import struct
 import time

@@ -10,8 +10,8 @@ from tests.support.native import interpreter
 
 @pytest.fixture(scope="session", autouse=True)
 def fast_interpreter():
-    """`combine` reads 16 splits at a time, so that none waits for another's memory. The interpreter walks all of them, where
-    most steps of these tests have two: that was half of its time."""
+    """`combine` reads 16 splits at a time, so that none waits for another's memory. The interpreter walks all of them,
+    where most steps of these tests have two: that was half of its time."""
     if not kernels.INTERPRETED or find_spec("triton") is None:
         yield
         return

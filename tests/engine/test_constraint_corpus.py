@@ -1,5 +1,5 @@
-"""Schemas that nobody thought of: every finished answer of the demo model is valid under jsonschema, and the same split or
-whole, speculated or not, preempted."""
+"""Schemas that nobody thought of: every finished answer of the demo model is valid under jsonschema, and the same split
+or whole, speculated or not, preempted."""
 
 import json
 from dataclasses import replace

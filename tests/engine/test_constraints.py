@@ -1,5 +1,5 @@
-"""Answers under constraints: they keep to them, and are the same bits split or whole, speculated or not, preempted, parked
-and migrated."""
+"""Answers under constraints: they keep to them, and are the same bits split or whole, speculated or not, preempted,
+parked and migrated."""
 
 import itertools
 import json
@@ -137,7 +137,8 @@ def test_several_steps_in_a_call_are_those_by_themselves(folders, monkeypatch, d
 
 @pytest.mark.skipif(bool(native.unavailable()), reason=native.unavailable())
 def test_others_keep_their_rows_where_a_mask_cuts_proposals(tmp_path, monkeypatch):
-    """Nothing may follow the last proposal, and no stop token ends the answer; the rows behind it are of adapters and of none."""
+    """Nothing may follow the last proposal, and no stop token ends the answer; the rows behind it are of adapters and
+    of none."""
     monkeypatch.setattr(controller, "FIRST_INTERVAL", controller.NEVER)
     model = make_folder(tmp_path / "base", "llama3", hidden_size=64)
     (tmp_path / "base" / "tokenizer.json").write_bytes(TOKENIZER_JSON)
@@ -441,8 +442,8 @@ def test_what_nobody_waits_for_is_not_compiled(gated, monkeypatch):
 
 
 def test_tenants_take_turns_to_have_theirs_compiled(gated):
-    """One that sends many, each of which takes seconds, makes nobody else wait for all of them. What several ask for comes at
-    the first turn of any, and once."""
+    """One that sends many, each of which takes seconds, makes nobody else wait for all of them. What several ask for
+    comes at the first turn of any, and once."""
     engine, gate, compiled = gated
     many = [Constraint("regex", f"a{{{n}}}") for n in range(1, 9)]
     own = Constraint("regex", "b")

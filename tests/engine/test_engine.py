@@ -1,5 +1,5 @@
-"""The engine on a real (small, random) model: batched, chunked, from the cache, preempted and handed over, bit for bit as
-alone, and as transformers has it."""
+"""The engine on a real (small, random) model: batched, chunked, from the cache, preempted and handed over, bit for bit
+as alone, and as transformers has it."""
 
 import random
 import re

@@ -1,5 +1,5 @@
-"""Choose the instruction tier of native kernels, and run their suites, parity and an end-to-end file at every tier below the
-machine's best: at the lowest one in twenty of their tests, in `make test-long` all at each."""
+"""Choose the instruction tier of native kernels, and run their suites, parity and an end-to-end file at every tier
+below the machine's best: at the lowest one in twenty of their tests, in `make test-long` all at each."""
 
 import errno
 import fcntl
@@ -195,8 +195,9 @@ def test_a_cxx_that_is_no_command_is_no_compiler(text, tmp_path, monkeypatch):
 
 
 def test_who_waits_for_a_build_says_so_and_waits_for_no_other(tmp_path, monkeypatch):
-    """Seen: a start waited ten minutes in silence for a build of other sources, whose process stood still. And this test, for
-    ever: what is said while pytest's captures are read is lost, and `threads` waited for the one that `lock` kept waiting."""
+    """Seen: a start waited ten minutes in silence for a build of other sources, whose process stood still. And this
+    test, for ever: what is said while pytest's captures are read is lost, and `threads` waited for the one that `lock`
+    kept waiting."""
     said = io.StringIO()
     monkeypatch.setattr(sys, "stderr", said)
     monkeypatch.setenv("BATON_CACHE", str(tmp_path))

@@ -249,8 +249,8 @@ def _marathon(seed: int, seconds: float) -> int:
 
 @contextmanager
 def _fuzzing(what: str, seed: int, seconds: float) -> Iterator[subprocess.Popen]:
-    """A process that leaves a line of its own in the results, and gives way to all others: also to those of other sessions,
-    between which the kernel shares the cores whatever the niceness of a process (autogroups)."""
+    """A process that leaves a line of its own in the results, and gives way to all others: also to those of other
+    sessions, between which the kernel shares the cores whatever the niceness of a process (autogroups)."""
     argv = [sys.executable, "-m", "tests.faults.gather", what, str(1 << 40), "--seed", str(seed)]
     process = subprocess.Popen(["nice", "-n", "19", *argv, "--seconds", str(seconds)], cwd=ROOT, start_new_session=True)
     autogroup = Path(f"/proc/{process.pid}/autogroup")

@@ -22,8 +22,8 @@ def test_two_engines_answer_as_none_would(num_requests, seed):
 
 
 def test_a_prefix_is_never_the_whole_prompt():
-    """Another engine holds all spans of a prompt: one that is pulled leaves a token to compute, as gateways ask for it and
-    workers see to it. A plan that hung, made small."""
+    """Another engine holds all spans of a prompt: one that is pulled leaves a token to compute, as gateways ask for it
+    and workers see to it. A plan that hung, made small."""
     engines = [
         dict(block_size=size, num_blocks=num, max_num_seqs=1, max_num_batched_tokens=65, late=0)
         for size, num in ((2, 66), (4, 25))
@@ -37,8 +37,8 @@ def test_a_prefix_is_never_the_whole_prompt():
 
 
 def test_nothing_lands_in_a_prefix_that_is_here():
-    """A pull brings what is behind the taker's own prefix: what lands late, after its request was cancelled and others have
-    the blocks of that prefix, would destroy their tokens. A plan that did, made small."""
+    """A pull brings what is behind the taker's own prefix: what lands late, after its request was cancelled and others
+    have the blocks of that prefix, would destroy their tokens. A plan that did, made small."""
     engines = [
         dict(block_size=size, num_blocks=num, max_num_seqs=1, max_num_batched_tokens=65, late=0)
         for size, num in ((16, 14), (8, 8))

@@ -16,7 +16,8 @@ import pytest
 from baton import system
 from kvtransfer.memory.region import Region
 
-# What /proc/self/cgroup has, of version 1 in a container, whose own group is where the host's would be mounted, and of version 2.
+# What /proc/self/cgroup has, of version 1 in a container, whose own group is where the host's would be mounted, and of
+# version 2.
 IN_DOCKER = "12:memory:/docker/4f5\n4:cpu,cpuacct:/docker/4f5\n1:name=systemd:/docker/4f5\n0::/docker/4f5\n"
 IN_SERVICE = "0::/system.slice/b.service\n"
 
@@ -76,7 +77,8 @@ def test_cores_and_memory():
 
 @pytest.fixture
 def cgroups(tmp_path, monkeypatch):
-    """Returns what writes the files of this process's groups: what /proc/self/cgroup says, then each file's text by its path."""
+    """Returns what writes the files of this process's groups: what /proc/self/cgroup says, then each file's text by its
+    path."""
 
     def write(own: str | None, files: Mapping[str, str]) -> Path:
         if own is not None:

@@ -18,8 +18,8 @@ Tensors = dict[str, tuple[str, tuple[int, ...]]]  # name -> dtype as safetensors
 
 
 def write_int4_llama(config: dict, folder: Path) -> list[Path]:
-    """Write a folder of a Llama of this config.json, its layers in int4 by groups of 128 with zero points, its head in int8 by
-    rows, as compressed-tensors stores them. Return its safetensors files."""
+    """Write a folder of a Llama of this config.json, its layers in int4 by groups of 128 with zero points, its head in
+    int8 by rows, as compressed-tensors stores them. Return its safetensors files."""
     schemes = {"head": {"targets": ["lm_head"], "weights": _INT8}, "layers": {"targets": ["Linear"], "weights": _INT4}}
     quantization = {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": schemes}
     (folder / "config.json").write_text(json.dumps(config | {"quantization_config": quantization}))
@@ -73,8 +73,8 @@ def _write(path: Path, tensors: Tensors) -> None:
 
 
 def read_on_meta(monkeypatch) -> None:
-    """Let a model be loaded without a value of its files: tensors are mapped as ever, and go on as meta tensors. Where values
-    are looked at they are taken to be finite, and scales to need four bytes."""
+    """Let a model be loaded without a value of its files: tensors are mapped as ever, and go on as meta tensors. Where
+    values are looked at they are taken to be finite, and scales to need four bytes."""
     from baton.engine.layers.linear import panels
     from baton.engine.weights.formats.base import Format
     from baton.engine.weights.tensors import Weights

@@ -1,5 +1,5 @@
-"""A model of 70B in int4, loaded as ranks by the engine's own loader from files that are holes: the plan's bytes are those that
-each rank has, and none of them is there."""
+"""A model of 70B in int4, loaded as ranks by the engine's own loader from files that are holes: the plan's bytes are
+those that each rank has, and none of them is there."""
 
 import gc
 import json

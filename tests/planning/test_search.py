@@ -187,7 +187,8 @@ def test_a_form_beside_that_of_the_files_is_refused(command, stored, capsys):
 
 
 def test_the_form_of_files_is_read(stored, capsys):
-    """What workers hold of them in other tests (test_stored_form.py); here that it is planned, told and not asked for."""
+    """What workers hold of them in other tests (test_stored_form.py); here that it is planned, told and not asked
+    for."""
     forms = {"quantized already": "int4-g32+bf16", "a GGUF file": "int8-g32"}
     for what, path in stored.items():
         assert main([*PLAN, "--model", str(path), "--json"]) == 0

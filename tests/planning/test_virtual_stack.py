@@ -1,4 +1,5 @@
-"""The stack in virtual time runs the engine's scheduler and the gateway's routing: its requests obey what real ones do."""
+"""The stack in virtual time runs the engine's scheduler and the gateway's routing: its requests obey what real ones
+do."""
 
 from pathlib import Path
 

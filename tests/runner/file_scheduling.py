@@ -1,5 +1,6 @@
-"""`--dist loadfile` that outlives the death of a process: pytest-xdist (3.8) starts the test that a process died of again and
-again, until it gives up with the rest of the file, and hands out files that are done: whoever gets one waits for ever."""
+"""`--dist loadfile` that outlives the death of a process: pytest-xdist (3.8) starts the test that a process died of
+again and again, until it gives up with the rest of the file, and hands out files that are done: whoever gets one waits
+for ever."""
 
 from collections import OrderedDict
 
@@ -10,8 +11,8 @@ ONE_PROCESS = ("tests/faults",)  # folders whose tests share a stack of seven pr
 
 
 class LastingFileScheduling(LoadFileScheduling):
-    """The test that a process died of has failed, and the rest of its files goes to other processes. Files of ONE_PROCESS stay
-    together."""
+    """The test that a process died of has failed, and the rest of its files goes to other processes. Files of
+    ONE_PROCESS stay together."""
 
     def _split_scope(self, nodeid: str) -> str:
         scope = super()._split_scope(nodeid)

@@ -1,4 +1,5 @@
-"""One installation's certificates and keys, made by `baton certs`, and a server of all our services behind the guard."""
+"""One installation's certificates and keys, made by `baton certs`, and a server of all our services behind the
+guard."""
 
 import contextlib
 from dataclasses import dataclass

@@ -137,7 +137,8 @@ async def test_long_message_still_arrives():
 
 @pytest.mark.parametrize("character", ["a", "%", "ü", "語", "🙂", "\ud800"])
 def test_any_message_fits_into_metadata(character):
-    """Beyond 8 KiB clients of gRPC take some errors for RESOURCE_EXHAUSTED: 1,000 characters beyond ASCII were 9 to 23 KB."""
+    """Beyond 8 KiB clients of gRPC take some errors for RESOURCE_EXHAUSTED: 1,000 characters beyond ASCII were 9 to 23
+    KB."""
     error = errors.InvalidRequest("f" * 100, character * 5000)
     error.request_id = "a" * 64
     status = errors.to_status(error)

@@ -109,8 +109,8 @@ def _logprobs(entry: pb.Logprobs) -> tuple:
 
 
 class Client:
-    """The blocking client, which sends once so that a failure is seen, and gathers. `stub` and `channel`: calls as gRPC has
-    them. Close with `close()`."""
+    """The blocking client, which sends once so that a failure is seen, and gathers. `stub` and `channel`: calls as gRPC
+    has them. Close with `close()`."""
 
     def __init__(self, target: str):
         self._client = client.Client(target, retry=client.NO_RETRIES)

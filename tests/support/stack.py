@@ -43,7 +43,8 @@ class Stack:
         failpoints: bool = False,
         fork_server: "ForkServer | None" = None,
     ):
-        """`options` go to both roles of workers, `unlike_decode` to further decode workers, each its own. `folder` receives the logs. `failpoints`: processes can be armed. `fork_server`: all are forked from it."""
+        """`options` go to both roles of workers, `unlike_decode` to further decode workers, each its own. `folder`
+        receives the logs. `failpoints`: processes can be armed. `fork_server`: all are forked from it."""
         self.model, self.folder = model, folder
         self.num_gateways = num_gateways
         self.gateway_options = list(gateway_options)

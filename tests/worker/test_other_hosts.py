@@ -1,5 +1,5 @@
-"""Stages that join from another host, here by way of this one's network: the bits of one process, and one line for all that
-does not fit."""
+"""Stages that join from another host, here by way of this one's network: the bits of one process, and one line for all
+that does not fit."""
 
 import asyncio
 import json
@@ -61,8 +61,8 @@ def certs(tmp_path_factory):
 
 @pytest.fixture
 async def listen():
-    """Start listeners for one rank; they stop in the end, also of a test that fails: what still listens when its loop is gone
-    was an error in whichever test came later."""
+    """Start listeners for one rank; they stop in the end, also of a test that fails: what still listens when its loop
+    is gone was an error in whichever test came later."""
     listeners = []
 
     async def listen(tls=None) -> RankListener:
@@ -123,7 +123,8 @@ def started(fork_server, folder, name: str, model, address: str, certs=None, rol
 
 
 async def test_stages_of_other_hosts_give_the_answers_of_one_process(listen, fork_server, model, certs, tmp_path):
-    """One stage here, one of this host, one that joins with its certificate; then the worker ends, and so does its rank."""
+    """One stage here, one of this host, one that joins with its certificate; then the worker ends, and so does its
+    rank."""
     expected = answers(Engine.load(config_of(model)))
 
     listener = await listen(certs.tls("decode"))
@@ -223,8 +224,8 @@ async def test_what_does_not_fit_is_refused_on_both_sides(listen, fork_server, m
 
 @pytest.mark.parametrize("build", ["", "0"], ids=["one that does not say its build", "another"])
 async def test_a_worker_of_another_build_gets_no_rank(listen, model, build):
-    """What is said among ranks changes between two releases: a build behind one change of it, whose number was the same, joined, and
-    each request whose KV came from another worker stood still until its deadline."""
+    """What is said among ranks changes between two releases: a build behind one change of it, whose number was the
+    same, joined, and each request whose KV came from another worker stood still until its deadline."""
     listener = await listen()
     config = config_of(model, dtype="fp32", kv_dtype="fp32", pipeline_parallel=2, remote_stages=1)
     serving = asyncio.create_task(serve_rank(RankSettings(listener.address, model), asyncio.Event()))

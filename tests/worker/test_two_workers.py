@@ -128,7 +128,8 @@ def test_only_the_window_crosses(model, tmp_path):
 
 
 def test_of_layers_with_a_window_the_window_stays(model, tmp_path):
-    """Every second layer sees 40 tokens: all crosses, the decode worker keeps parts of what these see, and finds them again."""
+    """Every second layer sees 40 tokens: all crosses, the decode worker keeps parts of what these see, and finds them
+    again."""
     folder = Path(shutil.copytree(model, tmp_path / "windowed"))
     config = json.loads((folder / "config.json").read_text())
     kinds = ["sliding_attention", "full_attention"] * config["num_hidden_layers"]

@@ -1,4 +1,5 @@
-"""A worker without native kernels: it serves, in the dtype that its processor computes fast, and says once what is lost; so does one in fp16."""
+"""A worker without native kernels: it serves, in the dtype that its processor computes fast, and says once what is
+lost; so does one in fp16."""
 
 import json
 import sys

@@ -22,7 +22,8 @@ from baton.service.exits import FAILED, WRONG_USE, fail
 from baton.service.security.access import Access, read_access
 from baton.service.settings import SettingsError
 
-# A refused line waits as long as the gateway asks, again and again; one that nobody answers ends the run after a minute.
+# A refused line waits as long as the gateway asks, again and again; one that nobody answers ends the run after a
+# minute.
 _RETRY = RetryPolicy(max_attempts=40, longest_pause_s=2.0, counts_refusals=False)
 _AHEAD = 4  # times the concurrency: results that wait for an earlier one to be written
 
@@ -107,8 +108,8 @@ async def _send(
     on_answer: Callable[[], None],
     write: Callable[[Json], None],
 ) -> None:
-    """Ask all lines after the first `num_done` and write their results in order, after `on_answer()` once a gateway has answered.
-    Raises CallError where none does at first, NotServed where none serves any more."""
+    """Ask all lines after the first `num_done` and write their results in order, after `on_answer()` once a gateway has
+    answered. Raises CallError where none does at first, NotServed where none serves any more."""
     connection, num_addresses = access.for_client(), args.target.count(",") + 1
     each_once, timeout_s = RetryPolicy(max_attempts=num_addresses), 5 * num_addresses
     async with AsyncClient(args.target, timeout_s=timeout_s, retry=each_once, **connection) as client:
@@ -140,8 +141,8 @@ async def _send(
 
 
 def _compare(file: Path, output: ResultsFile) -> tuple[int, int]:
-    """Return how many lines there are, and how many of them have a result. Raises ValueError where the results are of other
-    requests, OSError."""
+    """Return how many lines there are, and how many of them have a result. Raises ValueError where the results are of
+    other requests, OSError."""
     results = output.read()
     num_lines = num_done = 0
     for num_lines, line in enumerate(_lines(file), 1):

@@ -1,4 +1,5 @@
-"""A line of a batch in OpenAI's form, asked of a gateway: its result is a line of the output, whatever becomes of it."""
+"""A line of a batch in OpenAI's form, asked of a gateway: its result is a line of the output, whatever becomes of
+it."""
 
 from __future__ import annotations
 
@@ -31,8 +32,8 @@ Json = dict[str, Any]
 
 
 class NotServed(Exception):
-    """No gateway answers, or one that is too old or does not let this caller in: the line has no result, and neither would those
-    after it."""
+    """No gateway answers, or one that is too old or does not let this caller in: the line has no result, and neither
+    would those after it."""
 
 
 @dataclass

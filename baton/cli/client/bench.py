@@ -235,7 +235,8 @@ class _Bench:
 
     def sweep(self) -> tuple[dict, Ran, list[dict]]:
         """Rates that double until the SLO is missed, then halve the gap; the highest that meets it is the run. A step
-        that is not valid bounds the search, and says nothing of the SLO: one that ends below it has not found the rate."""
+        that is not valid bounds the search, and says nothing of the SLO: one that ends below it has not found the
+        rate."""
         steps, tried, best, within, beyond, unfinished = [], [], None, 0.0, math.inf, ""
         while len(steps) < _SWEEP_STEPS and beyond > _SWEEP_RESOLUTION * within:
             rate = 2 * within or _SWEEP_FROM if beyond == math.inf else (within + beyond) / 2

@@ -72,8 +72,8 @@ class TerminalChat:
         self.messages = [] if system is None else [{"role": "system", "content": system}]
 
     def say(self, text: str) -> None:
-        """Send a message of the user and print the answer as it comes; Ctrl-C keeps what has come. Raises CallError: the
-        message counts as not said."""
+        """Send a message of the user and print the answer as it comes; Ctrl-C keeps what has come. Raises CallError:
+        the message counts as not said."""
         messages = [*self.messages, {"role": "user", "content": text}]
         answer = ""
         with self._client.stream(messages, **self._options) as stream:

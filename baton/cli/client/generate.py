@@ -78,8 +78,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def read_request(args: argparse.Namespace) -> pb.GenerateRequest:
-    """Return the request for what was given; reads stdin where that is the prompt. Raises ValueError for what the contract
-    cannot carry, and for a schema that cannot be read."""
+    """Return the request for what was given; reads stdin where that is the prompt. Raises ValueError for what the
+    contract cannot carry, and for a schema that cannot be read."""
     prompt = _from_stdin() if args.prompt == "-" else args.prompt
     if args.chat or args.system is not None:
         system = [] if args.system is None else [{"role": "system", "content": args.system}]

@@ -1,1 +1,2 @@
-"""Commands that run, check, watch, scale and drain a cluster: up, config, certs, doctor, top, scale, drain; and the demo."""
+"""Commands that run, check, watch, scale and drain a cluster: up, config, certs, doctor, top, scale, drain; and the
+demo."""

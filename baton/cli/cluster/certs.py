@@ -170,8 +170,8 @@ class Authority:
         return cls(*_signed(builder, key, key))
 
     def issue(self, role: str, names: Iterable[str], days: int) -> tuple[bytes, bytes]:
-        """(certificate, key), PEM, for DNS names and IP addresses; good for servers and for clients, and no longer than the
-        authority is."""
+        """(certificate, key), PEM, for DNS names and IP addresses; good for servers and for clients, and no longer than
+        the authority is."""
         from cryptography import x509
         from cryptography.hazmat.primitives.asymmetric import ec
         from cryptography.x509.oid import ExtendedKeyUsageOID as Use
@@ -241,7 +241,8 @@ def _name(common_name: str):
 
 
 def _names_in(path: Path) -> list[str]:
-    """Return the DNS names and IP addresses of a certificate; none where there is no such file. Raises OSError, ValueError."""
+    """Return the DNS names and IP addresses of a certificate; none where there is no such file. Raises OSError,
+    ValueError."""
     from cryptography import x509
 
     if not path.exists():

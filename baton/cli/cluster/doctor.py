@@ -51,8 +51,8 @@ _HANDOFF_ERRORS = (HandoverFailed, TimeoutError, grpc.aio.AioRpcError)
 
 @dataclass
 class Found:
-    """The stack to check: addresses by role, of which the gateway may say the model, Redis and collector; and `unused`, workers that
-    it does not use though it should, with why and what to do."""
+    """The stack to check: addresses by role, of which the gateway may say the model, Redis and collector; and `unused`,
+    workers that it does not use though it should, with why and what to do."""
 
     prefill: list[str] = field(default_factory=list)
     decode: list[str] = field(default_factory=list)
@@ -183,7 +183,8 @@ async def _gateway(target: str, access: Access, found: Found, report: Findings) 
 
 
 async def _redis(url: str, is_whole: bool, report: Findings) -> None:
-    """`is_whole`: with its password, which a gateway does not tell; without it, a Redis that asks for one answers too."""
+    """`is_whole`: with its password, which a gateway does not tell; without it, a Redis that asks for one answers
+    too."""
     import redis.asyncio
 
     begun, advice = time.monotonic(), "start it, correct --redis, or leave it out"
@@ -234,7 +235,8 @@ async def _workers(channels: _Channels, found: Found, report: Findings) -> dict[
 
 
 def _model_of(address: str, hello: pb.Hello, found: Found) -> str:
-    """Return the model that a worker is to serve, by what the gateway says or else its own word; empty where there is one."""
+    """Return the model that a worker is to serve, by what the gateway says or else its own word; empty where there is
+    one."""
     if len(set(filter(None, found.models.values()))) < 2:
         return ""
     return found.models.get(address) or hello.model.name

@@ -1,4 +1,5 @@
-"""`baton drain HOST:PORT`: a worker takes nothing new, what runs there ends or moves, and it goes, or changes its role."""
+"""`baton drain HOST:PORT`: a worker takes nothing new, what runs there ends or moves, and it goes, or changes its
+role."""
 
 from __future__ import annotations
 

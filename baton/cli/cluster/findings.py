@@ -1,5 +1,5 @@
-"""Print the findings of `baton doctor`, line by line as they come or as one JSON document at the end, and say them in words, with
-advice."""
+"""Print the findings of `baton doctor`, line by line as they come or as one JSON document at the end, and say them in
+words, with advice."""
 
 import asyncio
 import json
@@ -135,7 +135,8 @@ async def check_certificates(addresses: Iterable[str], access: Access, report: F
 
 
 async def check_collector(url: str, report: Findings) -> None:
-    """Connect to the collector of spans as their exporters do, which go by `http_proxy` of the environment. Takes up to 3 s."""
+    """Connect to the collector of spans as their exporters do, which go by `http_proxy` of the environment. Takes up to
+    3 s."""
     address = (url.partition("://")[2] or url).partition("/")[0]
     try:
         split_address(address)

@@ -117,8 +117,8 @@ async def measure(
 async def hand_over(
     prefill: Session, decode: Session, num_tokens: int, transport: str | None, is_early: bool, timeout_s: float
 ) -> Handover:
-    """A new prompt of at most so many tokens, fetched while it is computed where `is_early`, else once all of it is. Raises
-    as `prove`."""
+    """A new prompt of at most so many tokens, fetched while it is computed where `is_early`, else once all of it is.
+    Raises as `prove`."""
     key = pb.Key(request_id=f"doctor-{secrets.token_hex(8)}", attempt=1)
     spec = _spec(prefill.hello, decode.hello, num_tokens, time.monotonic() + timeout_s)
     begun = time.monotonic()

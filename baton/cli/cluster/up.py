@@ -99,7 +99,8 @@ async def _announce(stack: Stack, model: str | None) -> bool:
 
 
 async def _unless_signalled(work, signals: asyncio.Queue) -> bool:
-    """The result of `work`, or False when a signal came first. One that came with the end of `work` is left to the next."""
+    """The result of `work`, or False when a signal came first. One that came with the end of `work` is left to the
+    next."""
     task, signalled = asyncio.ensure_future(work), asyncio.ensure_future(signals.get())
     await asyncio.wait([task, signalled], return_when=asyncio.FIRST_COMPLETED)
     was_signalled = not signalled.cancel()

@@ -153,9 +153,9 @@ _TABLES = {
 
 @dataclass(frozen=True)
 class Resolved:
-    """`models` by name, None being that of a single one; `num_workers` of each; `workers`: values by role that were set, checked as the worker would; `gateway`: those of the gateway; `sources`:
-    where a value was set that is no flag's, by the flag's name; `cpu_roles` compute on the CPU; `resources`: by role, of a
-    worker."""
+    """`models` by name, None being that of a single one; `num_workers` of each; `workers`: values by role that were
+    set, checked as the worker would; `gateway`: those of the gateway; `sources`: where a value was set that is no
+    flag's, by the flag's name; `cpu_roles` compute on the CPU; `resources`: by role, of a worker."""
 
     up: UpSettings
     models: Mapping[str | None, Path]
@@ -197,7 +197,8 @@ def worker_settings(values: Mapping[str, object], model: Path) -> WorkerSettings
 
 
 def gateway_settings(found: Resolved) -> GatewaySettings:
-    """Return the settings of the gateway, checked as it would. Raises SettingsError, which names flags of `baton up`."""
+    """Return the settings of the gateway, checked as it would. Raises SettingsError, which names flags of `baton
+    up`."""
     values = {"model": model_setting(found.models), "listen": found.up.listen, **found.gateway}
     values |= {"http": found.up.http} if found.up.http else {}
     try:
@@ -386,7 +387,8 @@ def _worker_values(
         role: Resources((threads[role] or 1) * each.num_ranks_here, 0 if role in cpu_roles else each.num_ranks_here)
         for role, each in engines.items()
     }
-    # Workers of one process that compute on the CPU, and whose number of threads nobody gave, divide the cores by themselves.
+    # Workers of one process that compute on the CPU, and whose number of threads nobody gave, divide the cores by
+    # themselves.
     on_gpus = len(cpu_roles) < len(ROLES) and bool(visible_gpus())
     is_divided = on_gpus or any(threads.values()) or any(each.num_ranks_here > 1 for each in engines.values())
     if up.launcher == "local" and is_divided:  # on a cluster a worker has the cores that are set aside for it

@@ -1,4 +1,5 @@
-"""A model by its name on a hub: downloaded once, safetensors only, each large file held against the hub's own digest."""
+"""A model by its name on a hub: downloaded once, safetensors only, each large file held against the hub's own
+digest."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ from baton.lines import one_line
 
 _NAME = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+?)(@(?P<revision>[\w./-]+?))?(:(?P<file>[\w./-]+\.gguf))?")
 _WANTED = ["*.safetensors", "*.json", "*.jinja"]
-# Files of other programs, and the weights once more in Mistral's own layout. Of folders below chat templates are wanted.
+# Files of other programs, and the weights once more in Mistral's own layout. Of folders below chat templates are
+# wanted.
 _NOT_WANTED = ["*/*.safetensors", "*/*.json", "consolidated*"]
 _CHUNK_BYTES = 8 << 20
 
@@ -25,8 +27,9 @@ def name_on_hub(given: Path) -> str | None:
 
 
 def find_model(given: Path) -> Path:
-    """Return the folder or file of a model: `given` itself, what a URL names, or what `OWNER/NAME[@REVISION][:FILE.gguf]` names on the hub
-    (HF_ENDPOINT, HF_TOKEN and HF_HUB_OFFLINE as everywhere). Raises StartError, one line."""
+    """Return the folder or file of a model: `given` itself, what a URL names, or what
+    `OWNER/NAME[@REVISION][:FILE.gguf]` names on the hub (HF_ENDPOINT, HF_TOKEN and HF_HUB_OFFLINE as everywhere).
+    Raises StartError, one line."""
     found = _NAME.fullmatch(str(given))
     if given.exists():
         return given
@@ -73,8 +76,8 @@ def find_model(given: Path) -> Path:
 
 
 def _verify(folder: Path) -> None:
-    """Compare each large file with its SHA-256, after which the hub's cache names it. Raises StartError. Once for a download:
-    a mark beside the file says that it was done."""
+    """Compare each large file with its SHA-256, after which the hub's cache names it. Raises StartError. Once for a
+    download: a mark beside the file says that it was done."""
     for path in folder.rglob("*"):
         blob = path.resolve()
         if not re.fullmatch("[0-9a-f]{64}", blob.name):

@@ -1,4 +1,5 @@
-"""Settings of processes of one stack that exclude each other, each of them right by itself: refused before any is started."""
+"""Settings of processes of one stack that exclude each other, each of them right by itself: refused before any is
+started."""
 
 from collections.abc import Mapping
 

@@ -1,5 +1,6 @@
-"""A model in an object store or on a web server: downloaded once in resumable pieces, safetensors only, each file held against its length,
-and against its tag or SHA256SUMS where these are digests of it. A new version takes the place of the one before once all of it is here."""
+"""A model in an object store or on a web server: downloaded once in resumable pieces, safetensors only, each file held
+against its length, and against its tag or SHA256SUMS where these are digests of it. A new version takes the place of
+the one before once all of it is here."""
 
 from __future__ import annotations
 
@@ -45,8 +46,9 @@ def url_of(given: Path) -> str | None:
 
 
 def download(url: str) -> Path:
-    """Return the folder, or the .gguf file, that `url` names, in the cache (XDG_CACHE_HOME): an s3://, gs:// or https:// URL; http://
-    on loopback alone. Credentials and endpoints are the variables of each cloud's own tools (AWS_*, GOOGLE_*). Raises StartError."""
+    """Return the folder, or the .gguf file, that `url` names, in the cache (XDG_CACHE_HOME): an s3://, gs:// or
+    https:// URL; http:// on loopback alone. Credentials and endpoints are the variables of each cloud's own tools
+    (AWS_*, GOOGLE_*). Raises StartError."""
     try:
         import obstore
     except ModuleNotFoundError:
@@ -81,7 +83,8 @@ def download(url: str) -> Path:
 
 @contextmanager
 def _alone_in(folder: Path, url: str) -> Iterator[None]:
-    """Wait until no other process downloads into the folder, where its file system can tell: both would add to the same files."""
+    """Wait until no other process downloads into the folder, where its file system can tell: both would add to the same
+    files."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         file = (folder / ".lock").open("a")
@@ -110,7 +113,8 @@ def _is_locked_elsewhere(fd: int) -> bool:
 
 
 def _bring(store: _Store, folder: Path, file: str | None) -> None:
-    """Bring the version that the store has, whole, or leave the one that is here. Raises StartError, OSError, what obstore raises."""
+    """Bring the version that the store has, whole, or leave the one that is here. Raises StartError, OSError, what
+    obstore raises."""
     objects = store.look_up()
     parts = {each.name: _fetch(store, each, folder) for each in objects if not _is_here(each, folder)}
     if parts and store.look_up() != objects:
@@ -131,8 +135,8 @@ def _bring(store: _Store, folder: Path, file: str | None) -> None:
 
 
 class _Object(NamedTuple):
-    """An object as the store has it: `version` is its tag (ETag), or stands in for one where its server names none; `e_tag` is the tag
-    where the server compares it, as it does no weak one."""
+    """An object as the store has it: `version` is its tag (ETag), or stands in for one where its server names none;
+    `e_tag` is the tag where the server compares it, as it does no weak one."""
 
     name: str
     size: int
@@ -184,8 +188,8 @@ class _Store:
         return self._store.head(name)
 
     def has_opaque_tag(self, name: str) -> bool:
-        """Return whether an object's tag (ETag) is known to be no MD5 of it: S3's is none of one that it has encrypted with a key of
-        KMS, which only its own answer says."""
+        """Return whether an object's tag (ETag) is known to be no MD5 of it: S3's is none of one that it has encrypted
+        with a key of KMS, which only its own answer says."""
         import obstore
 
         if not self.url.startswith("s3:"):
@@ -266,7 +270,8 @@ def _left_over(objects: Sequence[_Object], folder: Path) -> list[str]:
 
 
 def _check(store: _Store, path: Path, found: _Object) -> None:
-    """Compare with the length, and with the MD5 that is an object's tag where it was stored in one piece. Raises StartError."""
+    """Compare with the length, and with the MD5 that is an object's tag where it was stored in one piece. Raises
+    StartError."""
     is_whole = path.stat().st_size == found.size
     if is_whole and (_matches_md5(path, found.version) or store.has_opaque_tag(found.name)):
         return
@@ -281,8 +286,8 @@ def _matches_md5(path: Path, e_tag: str) -> bool:
 
 
 def _check_sums(store: _Store, objects: Sequence[_Object], parts: Mapping[str, Path], folder: Path) -> None:
-    """Hold parts, and what is in place, against the repository's own SHA256SUMS, where it has one; what is in place once for each
-    version. Raises StartError."""
+    """Hold parts, and what is in place, against the repository's own SHA256SUMS, where it has one; what is in place
+    once for each version. Raises StartError."""
     try:
         sums = store.read(_SUMS).decode(errors="replace")
     except FileNotFoundError:

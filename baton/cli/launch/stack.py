@@ -30,7 +30,8 @@ SHIPPED_MODEL = _IN_WHEEL if _IN_WHEEL.is_dir() else _IN_CHECKOUT
 
 
 def divide_cores(num_workers: Mapping[str, int], threads: Mapping[str, int | None]) -> dict[str, int | None]:
-    """By role the threads of each of so many workers, or ranks of workers: where `threads` has None, an equal part of the cores that the others leave.
+    """By role the threads of each of so many workers, or ranks of workers: where `threads` has None, an equal part of
+    the cores that the others leave.
 
     Two workers with all cores each wait for one another's threads within every product (engine/core/shared_cores). What
     OMP_NUM_THREADS says, every worker reads itself."""
@@ -44,8 +45,8 @@ def divide_cores(num_workers: Mapping[str, int], threads: Mapping[str, int | Non
 
 @dataclass(frozen=True)
 class StackPlan:
-    """Describe a stack to run. `models` by name, None being that of a single one; each has `num_workers`. `worker_options` are flags by role, `gateway_options` flags of the gateway; `cpu_roles`
-    take no GPU."""
+    """Describe a stack to run. `models` by name, None being that of a single one; each has `num_workers`.
+    `worker_options` are flags by role, `gateway_options` flags of the gateway; `cpu_roles` take no GPU."""
 
     models: Mapping[str | None, Path]
     listen: str = "127.0.0.1:0"
@@ -64,7 +65,8 @@ class StackPlan:
     ray_address: str | None = None  # of a cluster whose nodes have the workers; None: this machine
     resources: Mapping[str, Resources] = field(default_factory=dict)  # of a worker, by role
     together: bool = False  # the gateway and the one worker are one process
-    # After SIGTERM, longer than processes give themselves: only what hangs is killed. Of a worker by role (default: launcher.DRAIN_S).
+    # After SIGTERM, longer than processes give themselves: only what hangs is killed. Of a worker by role (default:
+    # launcher.DRAIN_S).
     drain_s: Mapping[str, float] = field(default_factory=dict)
     gateway_drain_s: float = 40.0
 
@@ -101,8 +103,8 @@ class Stack:
 
     async def start(self) -> dict[str, str]:
         """All processes in parallel; returns the fields of the first gateway's ready line once all serve, and
-        `gateways`, the addresses of all where there are several, `control`, and `gpus`, used of those there are. Raises PortError,
-        ListenError, or keeper.StartError when a process ends before it was ready."""
+        `gateways`, the addresses of all where there are several, `control`, and `gpus`, used of those there are. Raises
+        PortError, ListenError, or keeper.StartError when a process ends before it was ready."""
         plan = self._plan
         listens = self._hold_each(plan.listen)
         https = self._hold_each(plan.http) if plan.http else [None] * plan.num_gateways
@@ -229,8 +231,8 @@ def _program(name: str | None, model: Path, plan: StackPlan) -> WorkerProgram:
 
 
 async def _all_serve(launcher: WorkerLauncher) -> None:
-    """Wait until all workers have served that are there now, but for those that are taken away before. Raises StartError once one
-    has failed."""
+    """Wait until all workers have served that are there now, but for those that are taken away before. Raises
+    StartError once one has failed."""
     waiting = {worker.name for worker in await launcher.list()}
     async for workers in launcher.watch():
         waiting &= {worker.name for worker in workers if worker.state != "draining"}

@@ -1,5 +1,5 @@
-"""Which stacks of one user run on this machine: each notes in a small file where it is scaled, and locks its place there for as
-long as its process lives, however that ends."""
+"""Which stacks of one user run on this machine: each notes in a small file where it is scaled, and locks its place
+there for as long as its process lives, however that ends."""
 
 import os
 from pathlib import Path
@@ -14,7 +14,8 @@ class StackNote:
     """Where one stack is scaled, noted until `close` or the end of its process."""
 
     def __init__(self, address: str, folder: Path | None = None):
-        """`folder`: of the file; None: that in which workers find each other. Raises OSError, also where there is no room."""
+        """`folder`: of the file; None: that in which workers find each other. Raises OSError, also where there is no
+        room."""
         words = address.encode().ljust(_PLACE_BYTES, b"\0")
         self._fd = _open(folder)
         places = (place for place in range(_NUM_PLACES) if system.lock_byte(self._fd, place))

@@ -1,4 +1,5 @@
-"""`python -m baton.cli.launch.together GATEWAY-OPTION ... -- WORKER-OPTION ...`: a gateway and its one worker as one process.
+"""`python -m baton.cli.launch.together GATEWAY-OPTION ... -- WORKER-OPTION ...`: a gateway and its one worker as one
+process.
 
 Each is the same code as in a process of its own; between them messages change hands within the process.
 """

@@ -66,9 +66,9 @@ def read_model(args: argparse.Namespace) -> tuple[ModelSpec, Device, Efficiencie
 
 
 def stored_form(args: argparse.Namespace, spec: ModelSpec, device: Device, dtype: str = "bf16") -> Form | None:
-    """Return the form in which a model is stored that no worker rounds as it loads it, as its files have it; where there is
-    nothing but a config.json, the nearest, which the user says. None: workers may. `dtype`: that workers compute in.
-    Raises ModelError or ValueError, one line."""
+    """Return the form in which a model is stored that no worker rounds as it loads it, as its files have it; where
+    there is nothing but a config.json, the nearest, which the user says. None: workers may. `dtype`: that workers
+    compute in. Raises ModelError or ValueError, one line."""
     from baton.engine.weights.formats.registry import quantization_config
     from baton.engine.weights.tensors import weight_files
     from baton.planning.stored_form import StoredForm

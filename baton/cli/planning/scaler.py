@@ -143,8 +143,8 @@ def _range(role: str, text: str) -> tuple[int, int]:
 
 
 def _scaler(args: argparse.Namespace) -> tuple[StepModel, TimesIn, Scaler, ScalerBounds]:
-    """Return the model, by the folder's own dtype, in which workers compute where nothing else is said; and its step times in
-    others. Raises ModelError, ValueError."""
+    """Return the model, by the folder's own dtype, in which workers compute where nothing else is said; and its step
+    times in others. Raises ModelError, ValueError."""
     from baton.planning.scaling.load_model import StepModel
     from baton.planning.scaling.scaler import Scaler, ScalerBounds
     from baton.planning.step_time import StepTimes
@@ -244,7 +244,8 @@ async def _serve(args: argparse.Namespace, access: Access, model: StepModel, tim
 
 
 def _unlike(device: str, model: StepModel) -> str:
-    """Return why steps on the `device` that workers name are not those of the model; "" where they may be, as without a name."""
+    """Return why steps on the `device` that workers name are not those of the model; "" where they may be, as without a
+    name."""
     from baton.engine.core.device import names_gpu
 
     planned = model.times.device
@@ -254,8 +255,8 @@ def _unlike(device: str, model: StepModel) -> str:
 
 
 async def _times(times_in: TimesIn, dtypes: tuple[str, str]) -> StepTimes | None:
-    """Return the step times in (dtype, form of KV), beside the loop: the model's files may be read for them. None, and a line,
-    where they cannot be."""
+    """Return the step times in (dtype, form of KV), beside the loop: the model's files may be read for them. None, and
+    a line, where they cannot be."""
     try:
         return await asyncio.to_thread(times_in, *dtypes)
     except (ModelError, ValueError, OSError) as error:
@@ -264,8 +265,8 @@ async def _times(times_in: TimesIn, dtypes: tuple[str, str]) -> StepTimes | None
 
 
 async def _addresses(target: str) -> list[str]:
-    """Return HOST:PORT of each gateway behind a name, as of a headless Service; the name itself where it has none: a look says
-    what is wrong."""
+    """Return HOST:PORT of each gateway behind a name, as of a headless Service; the name itself where it has none: a
+    look says what is wrong."""
     from gateway.discovery import dns
 
     try:

@@ -1,5 +1,5 @@
-"""The adapters that an engine holds, by identity: a digest of weights and config, never a name. Each has a host copy, as it
-was read; some are ready to be applied, in slots."""
+"""The adapters that an engine holds, by identity: a digest of weights and config, never a name. Each has a host copy,
+as it was read; some are ready to be applied, in slots."""
 
 import logging
 import threading
@@ -89,9 +89,9 @@ class Adapters:
             return was_here
 
     def find(self, identity: bytes, in_use: Callable[[], Collection[Adapter]]) -> Adapter:
-        """Return the adapter of this identity; `in_use()` gives those that live requests hold. Raises Refusal: no_adapter,
-        also for a while after it could not be made ready; adapter_loading, and it is being made ready; adapter_slots,
-        all being in use."""
+        """Return the adapter of this identity; `in_use()` gives those that live requests hold. Raises Refusal:
+        no_adapter, also for a while after it could not be made ready; adapter_loading, and it is being made ready;
+        adapter_slots, all being in use."""
         with self._lock:
             ready, copy = self._ready.get(identity) or self._unnamed.get(identity), self._copy(identity)
             # Of one without a name a leg may yet come, as long as the request that began with it is here.
@@ -154,8 +154,9 @@ class Adapters:
                 self._unnamed[identity] = self._ready.pop(identity)
 
     def _evict(self, in_use: Collection[Adapter]) -> bool:
-        """Empty the slot of one that nobody uses or waits for, without a name if there is such a one; return whether there was
-        any. Where there was none, one that a request waits for is not kept for long: another worker may have served that."""
+        """Empty the slot of one that nobody uses or waits for, without a name if there is such a one; return whether
+        there was any. Where there was none, one that a request waits for is not kept for long: another worker may have
+        served that."""
         now = time.monotonic()
         unnamed = {identity for identity in self._ready if self._copy(identity) is None}
         awaited = {identity for identity, until in self._awaited_until.items() if now < until} - unnamed

@@ -73,8 +73,8 @@ class GpuAdapters:
         self._tables: WeakKeyDictionary[Adapter, Tensor] = WeakKeyDictionary()
 
     def plan(self, adapters: Sequence[AdapterRows]) -> StepAdapters | None:
-        """Return the adapters of a step, cut into tiles of rows; None: none adds to a layer that is here. Nothing waits for
-        the device."""
+        """Return the adapters of a step, cut into tiles of rows; None: none adds to a layer that is here. Nothing waits
+        for the device."""
         tables = {each: self._table(each) for each in dict.fromkeys(rows.adapter for rows in adapters)}
         largest = max((pair.rank for each in tables for layer in each.layers for pair in layer.values()), default=0)
         if not largest:

@@ -27,8 +27,8 @@ _PLAIN = {
     "layer_replication": ([],), "trainable_token_indices": ([], {}), "target_parameters": ([],),
     "alora_invocation_tokens": ([],), "use_qalora": (False,), "use_bdlora": (False, {}), "arrow_config": (), "kasa_config": (),
 }  # fmt: skip
-# How PEFT may have begun and left the base as it is. Others (pissa, olora, corda, loftq, lora_ga) take from the base's weights
-# what the pairs begin as, which makes an adapter of another base than the one that is served.
+# How PEFT may have begun and left the base as it is. Others (pissa, olora, corda, loftq, lora_ga) take from the base's
+# weights what the pairs begin as, which makes an adapter of another base than the one that is served.
 _BEGINNINGS = (None, True, False, "gaussian", "eva", "orthogonal", "mica")
 
 
@@ -36,8 +36,8 @@ class LoraFolder:
     """The pairs of one adapter, whole in memory: the folder may change or go once this is made."""
 
     def __init__(self, folder: Path, files: tuple[bytes, bytes] | None = None):
-        """`files`: what `files` of another process has returned, in place of the folder's. Raise ModelError for a folder that
-        cannot be read, or that is no plain LoRA."""
+        """`files`: what `files` of another process has returned, in place of the folder's. Raise ModelError for a
+        folder that cannot be read, or that is no plain LoRA."""
         self.folder = folder
         self._config = read_json(folder / CONFIG) if files is None else json.loads(files[0])
         self._check_config()
@@ -58,8 +58,8 @@ class LoraFolder:
         return json.dumps(self._config).encode(), save(tensors)
 
     def pair(self, module: str, out_features: int, in_features: int) -> tuple[Tensor, Tensor] | None:
-        """Return A [rank, in_features] and B [out_features, rank], fp32, B with the adapter's scale; None: it leaves the
-        module as it is. Raises ModelError where shapes are those of another base."""
+        """Return A [rank, in_features] and B [out_features, rank], fp32, B with the adapter's scale; None: it leaves
+        the module as it is. Raises ModelError where shapes are those of another base."""
         names = (module, *(around + module.removeprefix("model.") for around in _AROUND))
         if (name := next(filter(self._pairs.__contains__, names), None)) is None:
             return None
@@ -72,7 +72,8 @@ class LoraFolder:
         return pair["A"].float(), pair["B"].float() * self._scale(name, rank)
 
     def check_all_read(self) -> None:
-        """Raise ModelError where a module of the adapter is none that the base can add to; then all may be read again."""
+        """Raise ModelError where a module of the adapter is none that the base can add to; then all may be read
+        again."""
         left, self._left = self._left, dict.fromkeys(self._pairs)
         if left:
             raise self._wrong(next(iter(left)), "is no linear layer of this base that adapters are served for")

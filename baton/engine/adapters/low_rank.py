@@ -1,7 +1,7 @@
 """What an adapter adds to one linear layer: two small products, B (A x).
 
-The layers of a model hold several modules in one kernel, their outputs turned and padded. An adapter's pairs are joined the
-same way: the A of all modules one above the other, each B for its own A's rows.
+The layers of a model hold several modules in one kernel, their outputs turned and padded. An adapter's pairs are joined
+the same way: the A of all modules one above the other, each B for its own A's rows.
 """
 
 from abc import ABC, abstractmethod
@@ -33,8 +33,8 @@ MakeLowRank = Callable[[Tensor, Sequence[Tensor]], LowRank]  # A [rank, in], the
 
 
 class ComposedLowRank(LowRank):
-    """x [R, in] -> what is added to y [R, out], both in the compute dtype, by the kernels that the layer itself may have.
-    Rows are as independent as these make them."""
+    """x [R, in] -> what is added to y [R, out], both in the compute dtype, by the kernels that the layer itself may
+    have. Rows are as independent as these make them."""
 
     def __init__(self, make: MakeKernel, down: Tensor, ups: Sequence[Tensor]):
         self._down, self._up = (make(DenseWeight(values), None, 1, False) for values in (down, torch.block_diag(*ups)))
@@ -71,8 +71,8 @@ class LowRanks:
         column_parallel: bool = False,
         num_outputs: int = 0,
     ) -> LowRank | None:
-        """Return what is added to the outputs of these modules; None: nothing. Arguments as of Linears.read; of inputs that
-        ranks share it takes all."""
+        """Return what is added to the outputs of these modules; None: nothing. Arguments as of Linears.read; of inputs
+        that ranks share it takes all."""
         found = [self._folder.pair(module, size, in_features) for module, size in zip(modules, sizes, strict=True)]
         if not any(found):
             return None

@@ -84,8 +84,8 @@ class Attention(ABC):
 
 
 def visible(query_positions: Tensor, key_positions: Tensor, window: int | None, chunked: bool = False) -> Tensor:
-    """bool [queries, keys]: a token sees itself and what came before, at most `window` positions in all; `chunked`: from
-    the last multiple of it on."""
+    """bool [queries, keys]: a token sees itself and what came before, at most `window` positions in all; `chunked`:
+    from the last multiple of it on."""
     queries = query_positions.unsqueeze(1)
     seen = queries >= key_positions
     if window is None:

@@ -202,8 +202,8 @@ def load(name: str) -> ModuleType:
 
 
 def unimportable(name: str, function: str, package: str = "") -> str:
-    """Return why a module with this function cannot be imported; "" if it can, whatever an import of others' code raises. flash-attn 4
-    alone leaves a `flash_attn` behind that has nothing of flash-attn 2."""
+    """Return why a module with this function cannot be imported; "" if it can, whatever an import of others' code
+    raises. flash-attn 4 alone leaves a `flash_attn` behind that has nothing of flash-attn 2."""
     try:
         if hasattr(load(name), function):
             return ""

@@ -8,8 +8,8 @@ from baton.engine.attention.reference import ReferenceAttention
 from baton.engine.attention.sdpa import SdpaAttention
 from baton.engine.attention.triton_paged import FastTritonAttention, TritonAttention
 
-# In the order in which they are preferred: those with which a decode step is one CUDA graph come first. flash4, which does
-# not split a long context, is behind those that do.
+# In the order in which they are preferred: those with which a decode step is one CUDA graph come first. flash4, which
+# does not split a long context, is behind those that do.
 BACKENDS = {
     backend.name: backend
     for backend in (

@@ -1,11 +1,11 @@
 """Attention in Triton (kernels/paged_attention.py): reads the pool in place, in any stored form.
 
 Sequences with few queries (decode, verification of drafts) are split along KV so that they fill the GPU; chunks are
-not. Where there are enough sequences to fill it, the splits of those that are much longer than the others are dealt out to
-programs that share them, by lengths that the device alone knows. The fixed form cuts at fixed borders and has one tile
-for both, so that a row has the same bits either way; the fast form has a small tile for decode, a large one for chunks,
-and as many splits as the load needs, of a length that each sequence's own sets on the device: a graph is made for the
-longest context, and read by short ones.
+not. Where there are enough sequences to fill it, the splits of those that are much longer than the others are dealt out
+to programs that share them, by lengths that the device alone knows. The fixed form cuts at fixed borders and has one
+tile for both, so that a row has the same bits either way; the fast form has a small tile for decode, a large one for
+chunks, and as many splits as the load needs, of a length that each sequence's own sets on the device: a graph is made
+for the longest context, and read by short ones.
 """
 
 from collections.abc import Sequence
@@ -23,8 +23,8 @@ from baton.engine.core.device import sent
 from baton.engine.kv.pool import KVPool
 from kvtransfer.layout import KV_FORMS
 
-# Positions a program reduces at a time. At 64 a tile spills registers, 8 to 208 bytes a thread on compute capability 9.0
-# (tests/engine/kernels/sm90.json).
+# Positions a program reduces at a time. At 64 a tile spills registers, 8 to 208 bytes a thread on compute capability
+# 9.0 (tests/engine/kernels/sm90.json).
 BLOCK_N = 32
 FEW_QUERIES = 32  # of a sequence, up to which KV may be split
 FIXED_TILE = 64  # rows: the least that a warp group multiplies on Hopper
@@ -35,12 +35,13 @@ FAST_MIN_SPLIT = 128  # positions
 PROGRAMS_PER_PROCESSOR = 2  # below which KV is split
 MAX_PROGRAMS_PER_PROCESSOR = 8  # of those that share the splits of a step: each takes several of a long context
 # Up to this many elements a row of fp32 sums fits the registers of a tile above; longer rows, up to the latent ones of
-# DeepSeek, go by the least tile: LATENT_BYTES of shared memory in bf16, or 99,328 where the next KV is not read ahead. So it is in
-# fp32 where a block has less: tiles of 128 rows of 128 elements take 115,328, of 32 rows of 256 102,656.
+# DeepSeek, go by the least tile: LATENT_BYTES of shared memory in bf16, or 99,328 where the next KV is not read ahead.
+# So it is in fp32 where a block has less: tiles of 128 rows of 128 elements take 115,328, of 32 rows of 256 102,656.
 WIDE_HEAD_DIM, MAX_HEAD_DIM, LATENT_BYTES = 256, 576, 164992
 NUM_STAGES = 3  # of what is read ahead; Triton's own choice
-# Of sequences that are dealt out (kernels/paged_attention.py, `deal`): positions of the fast form, splits that one program
-# walks in any case, tiles that are looked at, and splits of a step: 524,288 positions, 34 MB of partial results of an 8B model.
+# Of sequences that are dealt out (kernels/paged_attention.py, `deal`): positions of the fast form, splits that one
+# program walks in any case, tiles that are looked at, and splits of a step: 524,288 positions, 34 MB of partial results
+# of an 8B model.
 FAST_DEALT_SPLIT, MIN_DEALT, MAX_TILES, MAX_ITEMS = 512, 4, 1024, 2048
 
 
@@ -92,7 +93,8 @@ class TritonAttention(Attention):
         self._kernels = paged_attention
         # Weak: a pool that was made for measuring gives its memory back.
         self._layers: WeakKeyDictionary[KVPool, list[tuple[Tensor, Tensor, Tensor, Tensor]]] = WeakKeyDictionary()
-        # Of scores to the base of 2. Capped: what a score is multiplied by to give the exponent of its tanh, and the cap.
+        # Of scores to the base of 2. Capped: what a score is multiplied by to give the exponent of its tanh, and the
+        # cap.
         self._scales = (shape.scale * paged_attention.LOG2_E, 0.0)
         if shape.softcap is not None:
             cap = shape.softcap
@@ -199,8 +201,8 @@ class TritonAttention(Attention):
         return min(FIXED_TILE, self._most_rows(form))
 
     def _most_rows(self, form: str) -> int:
-        """Return the rows of a tile with which no program spills registers on compute capability 9.0: of 64 it spilled 16
-        to 216 bytes a thread at head_dim 256."""
+        """Return the rows of a tile with which no program spills registers on compute capability 9.0: of 64 it spilled
+        16 to 216 bytes a thread at head_dim 256."""
         if self._block_d <= 128:
             return FAST_CHUNK_TILE
         return FAST_FEW_TILE if KV_FORMS[form].bits < 8 or self.shape.head_dim > WIDE_HEAD_DIM else 32
@@ -279,8 +281,9 @@ class FastTritonAttention(TritonAttention):
 
 
 def shared_bytes(properties: Any) -> int:
-    """Return the shared memory that a block may have on a GPU: 166,912 bytes of an A100, 232,448 of an H100 or B200, 101,376 of those of
-    compute capability 8.6, 8.9 and 12.0. `properties`: torch's, which have it, other than their stub."""
+    """Return the shared memory that a block may have on a GPU: 166,912 bytes of an A100, 232,448 of an H100 or B200,
+    101,376 of those of compute capability 8.6, 8.9 and 12.0. `properties`: torch's, which have it, other than their
+    stub."""
     return properties.shared_memory_per_block_optin
 
 

@@ -1,1 +1,2 @@
-"""The engine's words: requests, batches, configuration, devices, cores shared with other workers, and what a model says of itself."""
+"""The engine's words: requests, batches, configuration, devices, cores shared with other workers, and what a model says
+of itself."""

@@ -11,9 +11,9 @@ STATE_FIELDS = 4  # int32 of a sequence, in a table of states
 
 
 class StateRows(NamedTuple):
-    """What a step does to the state of a sequence. Its first `num_pending` tokens were proposals of the step before, whose
-    inputs are kept beside the block; behind the slice's first tokens `num_drafts` are proposals, which the state does
-    not take in yet."""
+    """What a step does to the state of a sequence. Its first `num_pending` tokens were proposals of the step before,
+    whose inputs are kept beside the block; behind the slice's first tokens `num_drafts` are proposals, which the state
+    does not take in yet."""
 
     state_id: int
     num_pending: int = 0

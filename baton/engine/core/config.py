@@ -22,7 +22,8 @@ ALL_REDUCES = ("exact", "fast")
 MAX_NUMBER = (1 << 31) - 1  # of any setting: kernels and messages have 32 bits for most
 MAX_BLOCK_SIZE = 1 << 16  # that the wire of KV can name
 MAX_POOL_BYTES = 4 << 30
-# Of the memory that there is, where num_blocks is not given: two workers and their weights fit beside it. More divide what two have.
+# Of the memory that there is, where num_blocks is not given: two workers and their weights fit beside it. More divide
+# what two have.
 POOL_SHARE = 0.125
 
 

@@ -47,8 +47,8 @@ class Memory:
 
 
 def wait_for_memory(read: Callable[[], Memory], share: float, pause: Callable[[float], None] = time.sleep) -> None:
-    """Wait while the driver takes back the memory of a process that has just ended, this one's former program too: until
-    `share` of the GPU is free, or nothing more of it has become free for QUIET_S."""
+    """Wait while the driver takes back the memory of a process that has just ended, this one's former program too:
+    until `share` of the GPU is free, or nothing more of it has become free for QUIET_S."""
     memory, quiet_s = read(), 0.0
     most = memory.free
     while most < share * memory.total and quiet_s < QUIET_S:
@@ -91,8 +91,8 @@ def unfit() -> str:
 
 
 def set_threads(num_threads: int | None) -> None:
-    """Compute by so many threads of the CPU. None: by those that OMP_NUM_THREADS says, else by as many as can run at once. Raises
-    ValueError for so many that they would only wait for each other."""
+    """Compute by so many threads of the CPU. None: by those that OMP_NUM_THREADS says, else by as many as can run at
+    once. Raises ValueError for so many that they would only wait for each other."""
     if num_threads is not None:
         num_cores = system.num_cores()
         if num_threads > (most := MAX_THREADS_A_CORE * num_cores):
@@ -104,8 +104,8 @@ def set_threads(num_threads: int | None) -> None:
 
 
 def sent(values: Tensor, device: torch.device) -> Tensor:
-    """Return a copy on the device of what is on the host, and wait for nothing: a copy from pageable memory would wait for all that
-    was launched before. torch gives the pinned memory to nobody before the copy has passed."""
+    """Return a copy on the device of what is on the host, and wait for nothing: a copy from pageable memory would wait
+    for all that was launched before. torch gives the pinned memory to nobody before the copy has passed."""
     return (values.pin_memory() if device.type == "cuda" else values).to(device, non_blocking=True)
 
 
@@ -122,8 +122,9 @@ def is_lost(device: torch.device) -> bool:
 
 
 def product_dtype() -> torch.dtype:
-    """Return the dtype in which torch multiplies matrices fastest here: bf16 where the processor has products of it. Elsewhere
-    torch emulates them: with AVX2, 512 by 512 by 512 ran at 8 GFLOP/s, 62 in fp32, and a training step took 20 times as long."""
+    """Return the dtype in which torch multiplies matrices fastest here: bf16 where the processor has products of it.
+    Elsewhere torch emulates them: with AVX2, 512 by 512 by 512 ran at 8 GFLOP/s, 62 in fp32, and a training step took
+    20 times as long."""
     return torch.bfloat16 if cpu.multiplies_bf16() else torch.float32
 
 
@@ -166,9 +167,9 @@ def check_weights(num_bytes: int, memory: Memory, utilization: float, quantizati
 
 
 def check_host_pool(pool_bytes: int, weight_bytes: int, num_workers: int, num_ranks: int = 1) -> None:
-    """Raise ValueError where a pool in host memory, whose pages come as they are used, can never be filled beside the weights; log
-    a warning where the workers of this host can take more than there is. A pool of the default size is never refused: weights
-    may be mapped. `weight_bytes`: of all `num_ranks` processes of a worker."""
+    """Raise ValueError where a pool in host memory, whose pages come as they are used, can never be filled beside the
+    weights; log a warning where the workers of this host can take more than there is. A pool of the default size is
+    never refused: weights may be mapped. `weight_bytes`: of all `num_ranks` processes of a worker."""
     memory = system.memory_limit()
     if pool_bytes > max(memory - weight_bytes, 2 * POOL_SHARE * memory):  # KV and states have a share each
         raise ValueError(

@@ -158,8 +158,8 @@ def _rope(file: GGUFFile, of) -> dict:
 
 
 def _scaling(of) -> dict:
-    """Return what differs from plain rope. As llama.cpp has it, a factor without a type is linear, and older files call it
-    `scale_linear`."""
+    """Return what differs from plain rope. As llama.cpp has it, a factor without a type is linear, and older files call
+    it `scale_linear`."""
     for key in MULTIPLIERS:
         if (value := of(f"rope.scaling.{key}", NUMBER, 1.0)) != 1:
             raise ValueError(f"rope.scaling.{key} {value:g} is not supported, only 1")

@@ -128,7 +128,8 @@ class LatentSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TemperatureSpec:
-    """Of attention in layers without rope: the query at position p is multiplied by 1 + scale * log(1 + (p + 1) // every)."""
+    """Of attention in layers without rope: the query at position p is multiplied by 1 + scale * log(1 + (p + 1) //
+    every)."""
 
     scale: float
     every: int
@@ -214,7 +215,8 @@ class ModelSpec:
     qk_norm: str = ""
     attention_gate: bool = False  # q's module makes of each head a query, and gates of what it attends to
     parallel: bool = False  # attention and MLP read the same normed rows, and are added together
-    activation: str = "silu"  # silu | gelu_tanh | relu2 (squared) | clamped_swiglu: (up + 1) * gate * sigmoid(alpha * gate), both clamped
+    # silu | gelu_tanh | relu2 (squared) | clamped_swiglu: (up + 1) * gate * sigmoid(alpha * gate), both clamped
+    activation: str = "silu"
     swiglu_alpha: float = 1.0
     swiglu_limit: float = 0.0
     gated: bool = True
@@ -259,16 +261,16 @@ class ModelSpec:
 
     @property
     def kv_window(self) -> int | None:
-        """Return how many positions its farthest-seeing layer sees; None: all, or states are kept, which stand beside whole
-        prefixes. KV further back is never read."""
+        """Return how many positions its farthest-seeing layer sees; None: all, or states are kept, which stand beside
+        whole prefixes. KV further back is never read."""
         if not self.windows or None in self.windows or self.state is not None:
             return None
         return max(window for window in self.windows if window is not None)
 
     @property
     def part_window(self) -> int | None:
-        """Return how many positions the farthest-seeing of its layers with a window sees, where others see all; None: there are not
-        both, or states are kept."""
+        """Return how many positions the farthest-seeing of its layers with a window sees, where others see all; None:
+        there are not both, or states are kept."""
         found = [window for window in self.windows if window is not None]
         return max(found) if 0 < len(found) < len(self.windows) and self.state is None else None
 
@@ -290,7 +292,8 @@ class ModelSpec:
         return self.folder.stem if is_gguf(self.folder) else self.folder.name
 
     def differs_from_llama(self, experts: bool = False) -> str:
-        """Return the first thing that a layer of the Llama family does not do, but for `experts`; "": all is as there."""
+        """Return the first thing that a layer of the Llama family does not do, but for `experts`; "": all is as
+        there."""
         default = TensorNames()
         places = ("before_attention", "after_attention", "before_mlp", "after_mlp")
         found = {
@@ -339,7 +342,8 @@ class ModelSpec:
         return total + self.num_heads * latent.rank * (latent.nope_dim + latent.value_dim)
 
     def num_expert_weights(self, chosen_only: bool = False) -> int:
-        """Return the weights of all experts among which routers choose; `chosen_only`: of those that one token meets."""
+        """Return the weights of all experts among which routers choose; `chosen_only`: of those that one token
+        meets."""
         found = [layer.experts for layer in self.layers if layer.experts is not None]
         counts = (experts.num_chosen if chosen_only else experts.num_experts for experts in found)
         sizes = ((e.latent_size or self.hidden_size) * e.intermediate_size for e in found)

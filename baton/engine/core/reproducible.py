@@ -1,5 +1,5 @@
-"""Bits that are the same wherever they are computed: products of torch, as far as that is up to its libraries, and a name for the
-code that computes, which is another in a build that may compute other bits."""
+"""Bits that are the same wherever they are computed: products of torch, as far as that is up to its libraries, and a
+name for the code that computes, which is another in a build that may compute other bits."""
 
 import hashlib
 import os
@@ -31,8 +31,8 @@ def fix_order_of_sums() -> None:
 
 @cache
 def computing_code(engine: Path = ENGINE) -> str:
-    """Name the code of FOLDERS below the folder `engine` by a digest. Comments count: too many workers are called unlike, not
-    too few."""
+    """Name the code of FOLDERS below the folder `engine` by a digest. Comments count: too many workers are called
+    unlike, not too few."""
     folders = [f"{engine.name}/{folder}" for folder in FOLDERS]
     return f"code-{digest_of(engine.parent, folders, FILES)[:8]}"
 

@@ -1,4 +1,5 @@
-"""The engine's vocabulary: a request as it enters, and what comes out. Read this first; its states are in schedule/states.py."""
+"""The engine's vocabulary: a request as it enters, and what comes out. Read this first; its states are in
+schedule/states.py."""
 
 from dataclasses import dataclass, field
 from enum import Enum
@@ -45,7 +46,8 @@ class Request:
     constraint: Constraint | None = None  # that the answer keeps to
     pooling: PoolingParams | None = None  # the prompt is read for this, and not answered
     adapter: bytes = b""  # identity of the one that its rows are adapted by; empty: none
-    # The different tokens of the prompt, an array, once a repetition penalty has asked for them: sampler.py's, of the loop.
+    # The different tokens of the prompt, an array, once a repetition penalty has asked for them: sampler.py's, of the
+    # loop.
     prompt_seen: list[Any] = field(default_factory=list, init=False, repr=False, compare=False)
 
     @property

@@ -1,15 +1,15 @@
 """Divide the cores of a host among the workers that compute on them, and lend to prompts those that others leave idle.
 
-On two cores a worker that reads a prompt beside another one with as many threads as cores makes its decoding nine times as slow
-(36 ms became 327 for 64 tokens of the demo model: each barrier waits for a thread that has no core). So each worker has its part;
-but a lone request is computed by one worker after the other, and the long steps of a prompt, whose few barriers wait well, take
-the cores of those that have nothing to do, too.
+On two cores a worker that reads a prompt beside another one with as many threads as cores makes its decoding nine times
+as slow (36 ms became 327 for 64 tokens of the demo model: each barrier waits for a thread that has no core). So each
+worker has its part; but a lone request is computed by one worker after the other, and the long steps of a prompt, whose
+few barriers wait well, take the cores of those that have nothing to do, too.
 
-Containers, and services, may have a quota of the cores' time, which those within divide as well: whoever computes by more threads is
-stopped for most of each tenth of a second.
+Containers, and services, may have a quota of the cores' time, which those within divide as well: whoever computes by
+more threads is stopped for most of each tenth of a second.
 
-The workers meet in a small file of one user: a number for each, by itself written and read without a lock. A lock on its byte says
-that the worker lives; it ends with the process, however that ends.
+The workers meet in a small file of one user: a number for each, by itself written and read without a lock. A lock on
+its byte says that the worker lives; it ends with the process, however that ends.
 """
 
 import mmap
@@ -20,7 +20,8 @@ from pathlib import Path
 from baton import system
 
 NUM_PLACES = 64
-# Of a place; from IDLE on the number of threads that compute. Above these bits, where a quota binds, the group that has it.
+# Of a place; from IDLE on the number of threads that compute. Above these bits, where a quota binds, the group that has
+# it.
 FREE, IDLE = 0, 1
 _GROUP_BITS = 16
 LOOK_S = 1.0  # between two looks for places of workers that have died
@@ -30,8 +31,8 @@ class SharedCores:
     """One worker's place among those of its host. Used by one thread at a time."""
 
     def __init__(self, folder: Path):
-        """The workers that share a `folder`, and may use the same cores, divide them. Raises OSError, also where all places are
-        taken."""
+        """The workers that share a `folder`, and may use the same cores, divide them. Raises OSError, also where all
+        places are taken."""
         cores, quota = system.cores(), system.cpu_quota()
         mask = sum(1 << core for core in cores)
         path = folder / f"baton-cores-{os.getuid()}-{mask:x}"
@@ -60,7 +61,8 @@ class SharedCores:
         return self._part(self._others())
 
     def take(self, is_long: bool) -> int:
-        """Return by how many threads the next step is computed, and tell the others. `is_long`: it may take what they leave idle."""
+        """Return by how many threads the next step is computed, and tell the others. `is_long`: it may take what they
+        leave idle."""
         if time.monotonic() - self._looked_at > LOOK_S:
             self._clear_dead()
         others = self._others()

@@ -7,21 +7,23 @@ from typing import Self
 
 
 class StateSpec(ABC):
-    """Sizes of a layer with a state, in elements. A projected row is gates, channels of a short convolution, scalars."""
+    """Sizes of a layer with a state, in elements. A projected row is gates, channels of a short convolution,
+    scalars."""
 
     __slots__ = ()
     taps: int  # tokens that the convolution sees
 
     @property
     def num_norms(self) -> int:
-        """Return the equal parts of a row between the two products that are normed, each by itself; 0: heads are, or none."""
+        """Return the equal parts of a row between the two products that are normed, each by itself; 0: heads are, or
+        none."""
         return 0
 
     @property
     @abstractmethod
     def parts(self) -> tuple[int, int]:
-        """Heads, each with a state of its own, and groups of them that share channels of the convolution: as many neighbours
-        in each."""
+        """Heads, each with a state of its own, and groups of them that share channels of the convolution: as many
+        neighbours in each."""
 
     @abstractmethod
     def part(self, num_heads: int, num_groups: int) -> Self:
@@ -130,8 +132,8 @@ class MambaSpec(StateSpec):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mamba2Spec(StateSpec):
-    """Mamba-2 (arXiv 2405.21060): of each head `head_dim` rows of `state_size`, and a short convolution before it. Channels
-    are rows, what they write, what they read; scalars are the steps of heads."""
+    """Mamba-2 (arXiv 2405.21060): of each head `head_dim` rows of `state_size`, and a short convolution before it.
+    Channels are rows, what they write, what they read; scalars are the steps of heads."""
 
     num_heads: int
     head_dim: int

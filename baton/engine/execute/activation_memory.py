@@ -1,10 +1,11 @@
 """The memory that steps take beside weights and pool, as measured: the most of any step so far.
 
-On a CPU it is the native kernels' scratch, which their threads keep as long as they live, and what was allocated between a
-step's begin and the looks that are taken within it, by malloc's own books: when the last layer has been left and when the
-logits are there. What torch's layers (without the native kernels) free before their layer ends is not seen. Only steps
-larger than those before are looked at: malloc counts its free pieces for every look, 17 ms with 100,000 of them. On a GPU
-it is what torch's allocator holds beyond what it held before the first step: tensors of steps, and the buffers of graphs.
+On a CPU it is the native kernels' scratch, which their threads keep as long as they live, and what was allocated
+between a step's begin and the looks that are taken within it, by malloc's own books: when the last layer has been left
+and when the logits are there. What torch's layers (without the native kernels) free before their layer ends is not
+seen. Only steps larger than those before are looked at: malloc counts its free pieces for every look, 17 ms with
+100,000 of them. On a GPU it is what torch's allocator holds beyond what it held before the first step: tensors of
+steps, and the buffers of graphs.
 """
 
 import ctypes

@@ -70,9 +70,9 @@ def load_parts(
     config: EngineConfig, identity: bytes, memory_for: MemoryFor | None, gpu_memory_for: GpuMemoryFor | None,
     make: MakeProposers | None, joining: Joining | None,
 ) -> EngineParts:  # fmt: skip
-    """Load the parts of Engine.load. `make`: in place of the proposers that the config names; `joining`: where ranks of other
-    hosts join, whose model must have this `identity`. Raises ValueError for
-    settings without effect on this device, and what reading the model raises."""
+    """Load the parts of Engine.load. `make`: in place of the proposers that the config names; `joining`: where ranks of
+    other hosts join, whose model must have this `identity`. Raises ValueError for settings without effect on this
+    device, and what reading the model raises."""
     device = find_device(config.device)
     if device.type == "cpu" and config.gpu_memory_utilization is not None:
         raise ValueError("gpu_memory_utilization has no effect on a CPU; size the pool with num_blocks")
@@ -118,8 +118,8 @@ def explained(device: torch.device, config: EngineConfig) -> Iterator[None]:
 def _of_ranks(
     config: EngineConfig, spec: ModelSpec, memory_for: MemoryFor, make: MakeProposers, start: StartRanks
 ) -> EngineParts:
-    """All ranks read their parts at the same time, this process those of the first. They write one pool, each its heads or
-    its layers: whoever takes KV from here, or brings it, meets a worker like any other."""
+    """All ranks read their parts at the same time, this process those of the first. They write one pool, each its heads
+    or its layers: whoever takes KV from here, or brings it, meets a worker like any other."""
     degree = config.tensor_parallel
     if why := unfit_for_ranks(spec, Shard(0, degree, config.expert_parallel)) if degree > 1 else "":
         raise ValueError(f"tensor_parallel {degree}: {why}")
@@ -154,8 +154,8 @@ def _of_ranks(
 
 
 def _check_pool(config: EngineConfig, model: Model, weights: Sequence[WeightReport]) -> None:
-    """Raise ValueError for a pool that this host has no memory for beside the `weights` of all ranks. Of stages on other hosts
-    nobody here knows that."""
+    """Raise ValueError for a pool that this host has no memory for beside the `weights` of all ranks. Of stages on
+    other hosts nobody here knows that."""
     if not config.remote_stages:
         layout = model.spec.kv_layout(config.kv_dtype, config.block_size)
         pool_bytes = layout.pool_bytes(config.num_blocks, config.num_states or 0)
@@ -204,8 +204,9 @@ def draft_launcher(model: Model, pool: KVPool, config: EngineConfig) -> GpuLaunc
 
 
 def gpu_sizes(config: EngineConfig, model: Model, speculates: bool) -> tuple[int | None, int | None]:
-    """Return the blocks that fit behind the weights, the adapters and one step of the largest kind, None where blocks have no bytes; and of a
-    model whose layers keep a state the blocks for these, as given or those that fit. Raises ValueError where too few do."""
+    """Return the blocks that fit behind the weights, the adapters and one step of the largest kind, None where blocks
+    have no bytes; and of a model whose layers keep a state the blocks for these, as given or those that fit. Raises
+    ValueError where too few do."""
     used = step_bytes(model, config, speculates)
     layout = model.kv_layout(config.kv_dtype, config.block_size)
     least = layout.num_blocks(min(config.max_model_len, config.max_num_batched_tokens))
@@ -227,8 +228,9 @@ def gpu_sizes(config: EngineConfig, model: Model, speculates: bool) -> tuple[int
 
 
 def adapter_bytes(config: EngineConfig, model: Model) -> int:
-    """Return what the adapters that the config names take once they are ready: all of them, or as many of the largest as there are
-    slots, and one more, which is made ready before it has a slot. Raises ModelError for one that cannot be."""
+    """Return what the adapters that the config names take once they are ready: all of them, or as many of the largest
+    as there are slots, and one more, which is made ready before it has a slot. Raises ModelError for one that cannot
+    be."""
     folders = config.adapter_folders.items()
     sizes = [model.make_adapter(name, model.read_adapter(folder)).num_bytes for name, folder in folders]
     return sum(sizes) if config.adapter_slots is None else (config.adapter_slots + 1) * max(sizes, default=0)

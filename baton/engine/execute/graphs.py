@@ -4,9 +4,9 @@ Decode   all sequences have the same number of tokens, one, or one and as many p
          each such width
 Chunks   of one prompt alone, up to MAX_CHUNK tokens: every CHUNK_STEP tokens
 
-A step runs in the next larger graph of its kind; graphs read the same buffers (inputs.py), leave their outputs in the same
-ones, and share one pool of memory, the largest captured first so that the others fit into what it took. Larger chunks,
-several of them, and steps that mix widths run eagerly.
+A step runs in the next larger graph of its kind; graphs read the same buffers (inputs.py), leave their outputs in the
+same ones, and share one pool of memory, the largest captured first so that the others fit into what it took. Larger
+chunks, several of them, and steps that mix widths run eagerly.
 """
 
 from bisect import bisect_left
@@ -100,8 +100,8 @@ class StepGraphs:
 
 
 def first_step(width: int, num_rows: int, has_states: bool) -> ForwardBatch:
-    """Return a step of one sequence of `width` tokens, the last `num_rows` with logits, on the host. It is in the pool's
-    first blocks, that no request has before serving."""
+    """Return a step of one sequence of `width` tokens, the last `num_rows` with logits, on the host. It is in the
+    pool's first blocks, that no request has before serving."""
     block_ids = torch.zeros(width, dtype=torch.int64, device="cpu")
     rows = torch.arange(width, device="cpu")
     seqs = [SeqSlice(0, width, width, block_ids, FIRST_STATE if has_states else None)]
@@ -150,7 +150,8 @@ class CudaCapture:
 
 
 class AgreedCapture:
-    """`Capture` by several ranks: what one of them cannot capture, none does. A graph has rows of padding in the sums of all."""
+    """`Capture` by several ranks: what one of them cannot capture, none does. A graph has rows of padding in the sums
+    of all."""
 
     def __init__(self, capture: Capture, least: Callable[[int], int]):
         """`least`: the smallest number that a rank calls it with; all ranks call it together."""

@@ -104,7 +104,8 @@ class StepInputs:
         self._turn = 0
         self._target = torch.zeros(size, dtype=torch.uint8, device=device)
         self._table = torch.zeros(num_seqs, columns, dtype=torch.int32, device=device)
-        # Of each row of the table, the block ids that it was made of; a sequence whose blocks change has another tensor.
+        # Of each row of the table, the block ids that it was made of; a sequence whose blocks change has another
+        # tensor.
         self._rows: list[Tensor | None] = [None] * num_seqs
 
     @property
@@ -132,8 +133,8 @@ class StepInputs:
         return replace(sent, seqs=seqs, adapters=batch.adapters)
 
     def send_padded(self, batch: ForwardBatch, shape: StepShape, before: Tensor | None = None) -> None:
-        """Send `batch` padded to `shape`: sequences of one number of tokens that want the logits of every row, or a chunk
-        of one that wants one row's at most. `before` int64 [R]: tokens of the launch before."""
+        """Send `batch` padded to `shape`: sequences of one number of tokens that want the logits of every row, or a
+        chunk of one that wants one row's at most. `before` int64 [R]: tokens of the launch before."""
         self._fill(batch, shape, before)
 
     def _fill(self, batch: ForwardBatch, shape: StepShape, before: Tensor | None) -> None:

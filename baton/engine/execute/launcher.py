@@ -120,8 +120,8 @@ class Launcher:
 
 
 class StagedLauncher(Launcher):
-    """Of several stages: while another one computes a step, this one computes the next, whose sequences are others. What a step
-    gives is drawn here when it has left the last stage."""
+    """Of several stages: while another one computes a step, this one computes the next, whose sequences are others.
+    What a step gives is drawn here when it has left the last stage."""
 
     model: FirstStage
     overlaps, draws = True, False
@@ -150,7 +150,8 @@ class LandingTokens(LaunchedTokens):
     """Tokens on their way to pinned memory of the host."""
 
     def __init__(self, drawn: Tensor, landing: Tensor, report: Callable[[], None] | None = None):
-        """landing: int64 on the host, at least as long; `report()` is called first when they are read: it waits for layers."""
+        """landing: int64 on the host, at least as long; `report()` is called first when they are read: it waits for
+        layers."""
         super().__init__(drawn)
         self._report = report
         self._landing = landing[: len(drawn)]
@@ -306,8 +307,8 @@ def _largest_chunk(config: EngineConfig) -> int:
 
 
 def step_bytes(model: Model, config: EngineConfig, speculates: bool) -> int:
-    """Measure the memory that steps take beside weights and pool, in a pool of its own: the largest one, and what graphs hold
-    on to behind the pool, whose memory no other step may use."""
+    """Measure the memory that steps take beside weights and pool, in a pool of its own: the largest one, and what
+    graphs hold on to behind the pool, whose memory no other step may use."""
     num_tokens, layout = _largest_chunk(config), model.kv_layout(config.kv_dtype, config.block_size)
     has_states = layout.state is not None
     pool = KVPool(layout, layout.num_blocks(num_tokens), device=model.device, num_states=int(has_states))
@@ -349,8 +350,8 @@ def _largest_step_bytes(model: Model, config: EngineConfig, pool: KVPool, inputs
 
 
 def _graph_bytes(model: Model, config: EngineConfig, pool: KVPool, inputs: StepInputs, speculates: bool) -> int:
-    """Measure what all graphs hold on to. Those of few sequences may take more than the largest: they split KV, and leave
-    partial results."""
+    """Measure what all graphs hold on to. Those of few sequences may take more than the largest: they split KV, and
+    leave partial results."""
 
     def computed(run: Callable[[], Outputs]) -> tuple[Callable[[], None], Outputs]:
         """Compute and wait, as a capture does: the buffer of these inputs is that of the graph after the next, too."""

@@ -1,5 +1,5 @@
-"""Decode in one native call (native/layers/decode.cpp): several steps of the same sequences while nothing else waits, or one
-that verifies proposals.
+"""Decode in one native call (native/layers/decode.cpp): several steps of the same sequences while nothing else waits,
+or one that verifies proposals.
 
 A step of a small model takes less time than the Python around it: of the demo's, that was half of a lone stream's time,
 and the tokens of several steps cross to the client in one message. The tokens are those of steps by themselves, bit for
@@ -100,8 +100,9 @@ class MultiStep:
         return cls(model, runner.pool, bell) if is_native else None
 
     def num_steps(self, slices: Seq[Slice], scheduler: Scheduler, most: int) -> int:
-        """Return how many steps of these slices, at most `most`, may be done in one call: 0 where more than decoding is to be
-        done, or where a constraint leaves no token. Their sequences have the blocks for as many, and their masks."""
+        """Return how many steps of these slices, at most `most`, may be done in one call: 0 where more than decoding is
+        to be done, or where a constraint leaves no token. Their sequences have the blocks for as many, and their
+        masks."""
         if failpoints.is_armed(*HURT):
             return 0
         is_awaited = scheduler.waiting or len(scheduler.running) > len(slices)
@@ -122,8 +123,9 @@ class MultiStep:
     def __call__(
         self, slices: Seq[Slice], num_steps: int, keeps_hidden: bool
     ) -> tuple[list[Drawn], int, Tensor | None]:
-        """Compute up to `num_steps` steps, or where there are proposals one; return the tokens of each sequence, how many steps
-        they are, and if `keeps_hidden` the rows that the first ones were drawn from, before the last norm."""
+        """Compute up to `num_steps` steps, or where there are proposals one; return the tokens of each sequence, how
+        many steps they are, and if `keeps_hidden` the rows that the first ones were drawn from, before the last
+        norm."""
         num_seqs, held, table = len(slices), [], (_Decoding * len(slices))()
         adapters, num_rows = [], 0
         width = max(num_steps, *(1 + len(seq.draft_ids) for seq, _, _ in slices))
@@ -155,8 +157,8 @@ class MultiStep:
         return tokens, num_done, hidden
 
     def _room_for_logits(self, seq: Sequence, num_tokens: int) -> Tensor | None:
-        """Return a row for each token whose log-probabilities are asked for. Of a large model's, of which a call does one step,
-        the others are never touched, and take no memory."""
+        """Return a row for each token whose log-probabilities are asked for. Of a large model's, of which a call does
+        one step, the others are never touched, and take no memory."""
         asked = seq.group.request.sampling.logprobs is not None
         return torch.empty(num_tokens, self._vocab_size) if asked else None
 
@@ -188,8 +190,8 @@ def compute(
     runner: Runner, several: MultiStep | None, slices: list[Slice], scheduler: Scheduler,
     on_layer: Callable[[int], None] | None, most: int,
 ) -> tuple[list[Drawn], int]:  # fmt: skip
-    """Compute a step, or `several`, at most `most`, in one call while nothing but these slices waits; the tokens, and how
-    many steps. Sets `runner.hidden` as Runner.run does."""
+    """Compute a step, or `several`, at most `most`, in one call while nothing but these slices waits; the tokens, and
+    how many steps. Sets `runner.hidden` as Runner.run does."""
     runner.threads.begin(sum(end - begin + len(seq.draft_ids) for seq, begin, end in slices))
     drawn, num_steps = _compute(runner, several, slices, scheduler, on_layer, most)
     runner.threads.end(num_steps)
@@ -225,7 +227,8 @@ def _sampled(seq: Sequence, token_ids: list[int], logits: Tensor | None) -> list
 
 
 class FollowingMasks:
-    """`NextMasks` of native/layers/decode.cpp, once a step and with the GIL: it writes into the first mask of each sequence."""
+    """`NextMasks` of native/layers/decode.cpp, once a step and with the GIL: it writes into the first mask of each
+    sequence."""
 
     def __init__(self, slices: Seq[Slice], masks: Seq[StepMasks | None], table: ctypes.Array[_Decoding]):
         """`table`: what has the last token of each."""

@@ -29,8 +29,8 @@ class OutputProcessor:
         self._over: set[Sequence] = set()  # ended, in a flight that has not passed
 
     def keep_states(self, slices: list[Slice], in_flight: Set[Sequence]) -> None:
-        """Copy the states that are kept behind `slices`, which are being computed, of sequences `in_flight`: a step that
-        folds more into those is about to be launched."""
+        """Copy the states that are kept behind `slices`, which are being computed, of sequences `in_flight`: a step
+        that folds more into those is about to be launched."""
         states, step = self.ledger.states, self.scheduler.config.checkpoint_step
         if states is None:
             return
@@ -43,9 +43,10 @@ class OutputProcessor:
         self, slices: list[Slice], drawn: list[Drawn], launched_at: float, outputs: list[Output],
         in_flight: Set[Sequence] = frozenset(), num_steps: int = 1,
     ) -> None:  # fmt: skip
-        """`slices` as launched at `launched_at` (time.monotonic()), `drawn` as the runner gave it back. `in_flight`: sequences
-        of a step that was launched since; one of them that ends here keeps its blocks until that one is collected, whose
-        token for it is dropped. `num_steps`: one behind the other, each with the token of the one before."""
+        """`slices` as launched at `launched_at` (time.monotonic()), `drawn` as the runner gave it back. `in_flight`:
+        sequences of a step that was launched since; one of them that ends here keeps its blocks until that one is
+        collected, whose token for it is dropped. `num_steps`: one behind the other, each with the token of the one
+        before."""
         self._in_flight = in_flight
         step, copies = self.scheduler.config.checkpoint_step, self.scheduler.copies
         for seq, begin, end in slices:
@@ -84,7 +85,8 @@ class OutputProcessor:
         self._over.clear()
 
     def _keeps(self, seq: Sequence, samples: list[Sampled], outputs: list[Output]) -> bool:
-        """Take out the samples behind the last token that its constraint allows; where there is none, the group ends."""
+        """Take out the samples behind the last token that its constraint allows; where there is none, the group
+        ends."""
         masks = seq.take_masks()
         if masks.num_good == 0:
             outputs += filter(None, [self._end(seq.group, Ending("constraint", f"constraint: {masks.problem}"))])

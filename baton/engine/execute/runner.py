@@ -92,8 +92,8 @@ class Runner:
     def launch(
         self, slices: list[Slice], before: Flight | None = None, on_layer: Callable[[int], None] | None = None
     ) -> Flight:
-        """Launch a step that `can_launch`. `before`: the flight whose tokens it may continue from; `on_layer(layer)` is called
-        when it is read, as each layer's KV is written."""
+        """Launch a step that `can_launch`. `before`: the flight whose tokens it may continue from; `on_layer(layer)` is
+        called when it is read, as each layer's KV is written."""
         launched_at = time.monotonic()
         if isinstance(self.launcher, StagedLauncher):
             batch, seqs = self._batch(slices)
@@ -111,8 +111,8 @@ class Runner:
         return Flight(slices, launched_at, partial(_read, seqs, tokens), seqs, tokens)
 
     def can_launch(self, slices: list[Slice]) -> bool:
-        """Return whether the step gives nothing but KV and tokens that are drawn where the logits are, one a sequence; where
-        they are drawn when it is read, it may be any."""
+        """Return whether the step gives nothing but KV and tokens that are drawn where the logits are, one a sequence;
+        where they are drawn when it is read, it may be any."""
         return not self.launcher.draws or all(map(_gives_tokens_alone, slices))
 
     def _read_prompts(self, hidden: Tensor, slices: list[Slice], batch: ForwardBatch) -> None:
@@ -179,8 +179,8 @@ class Runner:
     def _batch(
         self, slices: list[Slice], rows_before: Mapping[Sequence, int] = EMPTY
     ) -> tuple[ForwardBatch, list[Sequence]]:
-        """The step, and the sequences behind whose slices a token is drawn. `rows_before`: of sequences whose last token is
-        yet to be drawn, its row in the launch before."""
+        """The step, and the sequences behind whose slices a token is drawn. `rows_before`: of sequences whose last
+        token is yet to be drawn, its row in the launch before."""
         ends = [index for index, piece in enumerate(slices) if draws(piece)]
         block_size = self.pool.block_size
         token_ids: list[int] = []
@@ -241,8 +241,8 @@ def adapter_rows(slices: list[Slice], seqs: list[SeqSlice]) -> tuple[AdapterRows
 
 
 def draws(piece: Slice) -> bool:
-    """Return whether a token is drawn behind this slice: it has the last of its sequence, or one that is being drawn, and
-    its prompt is answered."""
+    """Return whether a token is drawn behind this slice: it has the last of its sequence, or one that is being drawn,
+    and its prompt is answered."""
     return piece.end >= piece.seq.num_tokens and piece.seq.group.pooler is None
 
 

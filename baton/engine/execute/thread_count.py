@@ -1,11 +1,12 @@
 """Choose how many threads compute a step: those that the engine has, and of a short one perhaps one fewer.
 
 All are faster where a step is long. Where it takes a millisecond, who else wants a core (the event loop that sends its
-tokens, the client) holds up the thread that computes there, and with it all that wait for it: beside a gateway and a client on two
-cores one thread decoded the demo model 1.5 times as fast as two, and 16 sequences of a larger model two threads 1.5 times as
-fast as one. So both are measured, by the wall time of this engine's own steps, by the number of their rows (powers of
-two), and the slower one is tried again ever more seldom. A prompt of 64 tokens of the demo model two threads read 1.3 times as slowly
-as one, one of 256 1.1 times and one of 512 1.6 times as fast. The bits do not depend on the number of threads.
+tokens, the client) holds up the thread that computes there, and with it all that wait for it: beside a gateway and a
+client on two cores one thread decoded the demo model 1.5 times as fast as two, and 16 sequences of a larger model two
+threads 1.5 times as fast as one. So both are measured, by the wall time of this engine's own steps, by the number of
+their rows (powers of two), and the slower one is tried again ever more seldom. A prompt of 64 tokens of the demo model
+two threads read 1.3 times as slowly as one, one of 256 1.1 times and one of 512 1.6 times as fast. The bits do not
+depend on the number of threads.
 """
 
 import statistics

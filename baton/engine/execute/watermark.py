@@ -11,8 +11,8 @@ from baton.engine.core.request import Key, Output, Progress
 from baton.engine.schedule.scheduler import Slice
 from kvtransfer.layout import KVLayout
 
-# Each report makes a range of its own to digest and confirm, 0.8 ms of CPU on both sides together, in which 1 MiB and more
-# are copied: a small model's layers are reported in groups, or with the end of the step.
+# Each report makes a range of its own to digest and confirm, 0.8 ms of CPU on both sides together, in which 1 MiB and
+# more are copied: a small model's layers are reported in groups, or with the end of the step.
 MIN_INTERVAL_S = 0.002
 MIN_BYTES = 1 << 20  # of the longest prompt
 
@@ -20,7 +20,8 @@ MIN_BYTES = 1 << 20  # of the longest prompt
 def layer_watermark(
     slices: list[Slice], layout: KVLayout, emit: Callable[[list[Output]], None]
 ) -> "LayerWatermark | None":
-    """None where no held prompt that is worth a report ends in the step: all its layers may then be computed in one call."""
+    """None where no held prompt that is worth a report ends in the step: all its layers may then be computed in one
+    call."""
     ending = [piece for piece in slices if piece.seq.group.is_for_taker and piece.end == piece.seq.num_tokens]
     num_tokens = max((end - begin for _, begin, end in ending), default=0)
     layer_bytes = num_tokens * layout.block_bytes // (layout.block_size * layout.num_layers)

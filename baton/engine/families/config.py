@@ -197,8 +197,8 @@ class Config:
         return NormSpec(self.number("rms_norm_eps", eps), **differences)
 
     def _check_scaling(self, parameters: dict) -> None:
-        """Raise ValueError where `rope_scaling` says other than these of `rope_parameters`, in whose place transformers takes
-        it, base and all."""
+        """Raise ValueError where `rope_scaling` says other than these of `rope_parameters`, in whose place transformers
+        takes it, base and all."""
         beside = {key: parameters[key] for key in _BESIDE_SCALING if key in parameters}
         scaling = self.values.get("rope_scaling")
         if scaling and _typed(beside | scaling) != _typed(parameters):
@@ -216,7 +216,8 @@ class Config:
         return size
 
     def _head_dim(self, assumed: int | None) -> int:
-        """Return the elements of a head; where the file is silent, those that are assumed, or else an equal part of a row."""
+        """Return the elements of a head; where the file is silent, those that are assumed, or else an equal part of a
+        row."""
         return self.count("head_dim", assumed or self.count("hidden_size") // self.count("num_attention_heads"))
 
     def _dtype(self) -> str:

@@ -64,8 +64,8 @@ def load_on_gpus(
     config: EngineConfig, gpu_memory_for: GpuMemoryFor | None = None, make: MakeProposers | None = None,
     rank_program: str | None = None,
 ) -> EngineParts:  # fmt: skip
-    """Load the parts of Engine.load: those of the first rank here, beside processes for the others. Raises ValueError, one
-    line, where the GPUs do not fit or a rank does not get its part, and what reading the model raises."""
+    """Load the parts of Engine.load: those of the first rank here, beside processes for the others. Raises ValueError,
+    one line, where the GPUs do not fit or a rank does not get its part, and what reading the model raises."""
     spec, make = read_spec(config.model), make or make_proposers
     shard = Shard(0, config.tensor_parallel, config.expert_parallel)
     if why := unfit(config, spec) or (unfit_for_ranks(spec, shard) if config.tensor_parallel > 1 else ""):
@@ -157,8 +157,8 @@ def device_parts(
     launcher_of: type[GpuLauncher] = GpuLauncher, pool_of: type[KVPool] = KVPool,
     memory_for: Callable[[int], Any] | None = None,
 ) -> tuple[EngineConfig, KVPool, GpuLauncher]:  # fmt: skip
-    """Return the config with sizes, this rank's pool, and its launcher, warmed up. All ranks call it together, and compute the
-    same steps in it; `speculates` counts on the first."""
+    """Return the config with sizes, this rank's pool, and its launcher, warmed up. All ranks call it together, and
+    compute the same steps in it; `speculates` counts on the first."""
     if not isinstance(collectives, StageCollectives):
         collectives.reach(config.max_num_batched_tokens * model.spec.hidden_size)
     spec, speculates = model.spec, not collectives.least(int(not (speculates and collectives.shard.rank == 0)))

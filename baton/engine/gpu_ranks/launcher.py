@@ -1,5 +1,5 @@
-"""Launch one step on the GPUs of all ranks: the first rank tells the others what its own launcher gets, from the host, and
-they do the same, graphs included. Tokens that it draws go to the others' devices without a way over the host."""
+"""Launch one step on the GPUs of all ranks: the first rank tells the others what its own launcher gets, from the host,
+and they do the same, graphs included. Tokens that it draws go to the others' devices without a way over the host."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

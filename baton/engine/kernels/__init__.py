@@ -17,8 +17,9 @@ def unavailable(device: str) -> str:
 
 
 def prepare() -> None:
-    """Have Triton build now what it launches kernels with, by a C compiler of this machine, or take it from its cache. Raises
-    ValueError, one line, where it cannot: at the first launch that would be a traceback, after a model was read."""
+    """Have Triton build now what it launches kernels with, by a C compiler of this machine, or take it from its cache.
+    Raises ValueError, one line, where it cannot: at the first launch that would be a traceback, after a model was
+    read."""
     if INTERPRETED or unavailable("cuda"):
         return
     from triton.runtime import driver  # an extra

@@ -1,10 +1,10 @@
 """Products of rows that each meet one of several weights of one shape: the experts of a mixture, the heads of latent
 attention.
 
-A place is a row and the weight that it meets, its owner. `sort` puts places in the order of their owners, a counting sort,
-and cuts each owner's into tiles of rows: all on the device, so that a step is the same launches whatever was chosen, and may
-be captured. `multiply_grouped` is `multiply` of linear.py for such tiles: inputs in the same segments, added in the same
-order, so that a row has the bits that it has there.
+A place is a row and the weight that it meets, its owner. `sort` puts places in the order of their owners, a counting
+sort, and cuts each owner's into tiles of rows: all on the device, so that a step is the same launches whatever was
+chosen, and may be captured. `multiply_grouped` is `multiply` of linear.py for such tiles: inputs in the same segments,
+added in the same order, so that a row has the bits that it has there.
 """
 
 import triton
@@ -23,9 +23,9 @@ def sort(
 ):  # fmt: skip
     """Grid (NUM_OWNERS): an owner's places go into `order` int32 [num_places] behind those of lower ones, as they come.
 
-    owners: integers [num_places]. tiles int32 [3, num_slots]: a tile's owner, the first of its places in `order` and the one
-    behind its last; those of the lowest owner first, NO_OWNER where there are no more. BINS: a power of two above
-    NUM_OWNERS.
+    owners: integers [num_places]. tiles int32 [3, num_slots]: a tile's owner, the first of its places in `order` and
+    the one behind its last; those of the lowest owner first, NO_OWNER where there are no more. BINS: a power of two
+    above NUM_OWNERS.
     """
     own = tl.program_id(0)
     bins = tl.arange(0, BINS)
@@ -70,9 +70,10 @@ def multiply_grouped(
 ):  # fmt: skip
     """Grid (slots, tiles of out). Weights, scales, offsets and biases of all owners are one above the other.
 
-    TOP_K: places to a row of x, neighbours; 0: x is in the order of `order`. SCATTERS: y is in the order of places, else
-    in that of `order`. BLOCK_M: rows of a tile, as `sort` cut them. Without `tiles` each of `num_rows` rows has a place for
-    every owner, one after the other, and x and y a row for each; slots are as many for each. Else as of `multiply`.
+    TOP_K: places to a row of x, neighbours; 0: x is in the order of `order`. SCATTERS: y is in the order of places,
+    else in that of `order`. BLOCK_M: rows of a tile, as `sort` cut them. Without `tiles` each of `num_rows` rows has a
+    place for every owner, one after the other, and x and y a row for each; slots are as many for each. Else as of
+    `multiply`.
     """
     slot = tl.program_id(0)
     if tiles is None:
@@ -124,8 +125,8 @@ def multiply_grouped(
 
 @triton.jit
 def add_chosen(outputs, weights, y, size, NUM_CHOSEN: tl.constexpr, WEIGHTED: tl.constexpr, BLOCK: tl.constexpr):
-    """Add the outputs of NUM_CHOSEN experts for a row, [T * NUM_CHOSEN, size], times their weights fp32, in the order in which it
-    chose them: y fp32 [T, size]. Grid (T, blocks)."""
+    """Add the outputs of NUM_CHOSEN experts for a row, [T * NUM_CHOSEN, size], times their weights fp32, in the order
+    in which it chose them: y fp32 [T, size]. Grid (T, blocks)."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = columns < size

@@ -1,7 +1,7 @@
 """Triton's interpreter (3.6.0 to 3.9.0) under numpy 2.4, mended where tests would see the machine instead of a kernel:
 `range` over a value that a kernel computed needs an index, which it takes from an array of one element, and numpy no
-longer converts that; a truth that is spread over a tile becomes an integer, which no load takes for a mask; and OpenBLAS
-adds up a row of a product by its place in the tile (seen in 0.3.31), which no matrix instruction does."""
+longer converts that; a truth that is spread over a tile becomes an integer, which no load takes for a mask; and
+OpenBLAS adds up a row of a product by its place in the tile (seen in 0.3.31), which no matrix instruction does."""
 
 import numpy as np
 import triton.language as tl
@@ -9,7 +9,8 @@ from triton.runtime import interpreter
 
 
 def mend() -> None:
-    """Every scalar of an interpreted kernel can be a bound of `range`, every comparison a mask; a row of a product is computed by itself."""
+    """Every scalar of an interpreted kernel can be a bound of `range`, every comparison a mask; a row of a product is
+    computed by itself."""
     patch, dot = interpreter._patch_lang_tensor, interpreter.InterpreterBuilder.create_dot
     splat = interpreter.InterpreterBuilder.create_splat
 

@@ -1,7 +1,8 @@
 """Queries and keys normalized and rotated, keys and values encoded and stored, in one pass over the projected heads.
 
-The torch twins are layers/norm.py and layers/rope.py, kv/stored_forms.py's `encode` and KVPool.write. Here a head stays in fp32
-from the projection to the store; rows that need neither norm nor rotation are stored as `encode` stores them, to the byte.
+The torch twins are layers/norm.py and layers/rope.py, kv/stored_forms.py's `encode` and KVPool.write. Here a head stays
+in fp32 from the projection to the store; rows that need neither norm nor rotation are stored as `encode` stores them,
+to the byte.
 """
 
 import torch

@@ -6,9 +6,9 @@
     int4    two columns in a byte     values [out, in / 2]; of each BLOCK_K columns the first half in the low halves
     w8a8    int8, x int8 with a scale per row, a segment's (or group's) products summed as integers
 
-fp8 meets x as it is, or rounded to e4m3 (quantize.py), with a scale a row, or (X_GROUPED) for each group of the weight's
-inputs: both are multiplied as e4m3 then, and products of BLOCK_K inputs are added in fp32, since the matrix unit of
-compute capability 9.0 adds those of e4m3 in 14 bits.
+fp8 meets x as it is, or rounded to e4m3 (quantize.py), with a scale a row, or (X_GROUPED) for each group of the
+weight's inputs: both are multiplied as e4m3 then, and products of BLOCK_K inputs are added in fp32, since the matrix
+unit of compute capability 9.0 adds those of e4m3 in 14 bits.
 
 Scales (and offsets) are fp32 [out, groups], a group of inputs each, or one a row. They meet a group's sum, not its
 weights, so that 4 and 8-bit integers are multiplied as they are, exactly in bf16.
@@ -33,8 +33,8 @@ def multiply(
     KIND: tl.constexpr, GROUPED: tl.constexpr, OFFSETS: tl.constexpr, BIAS: tl.constexpr, PARTIAL: tl.constexpr,
     TREE: tl.constexpr, X_GROUPED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tiles of rows, tiles of out, segments; 1 where not PARTIAL). Programs of one tile of the weight start next to
-    each other: the later ones may find it in the cache. BLOCK_K divides `group` and `segment_len`.
+    """Grid (tiles of rows, tiles of out, segments; 1 where not PARTIAL). Programs of one tile of the weight start next
+    to each other: the later ones may find it in the cache. BLOCK_K divides `group` and `segment_len`.
 
     partials fp32 [segments, M, out], scaled; y in its own dtype.
     """
@@ -74,8 +74,8 @@ def multiply(
 
 @triton.jit
 def _add_leaf(leaf, total, one, two, four):
-    """Return the largest branch of up to 8 leaves that ends with `leaf`, and the sums of 1, 2 and 4 leaves that wait for
-    their neighbour. The last leaf's is the whole tree."""
+    """Return the largest branch of up to 8 leaves that ends with `leaf`, and the sums of 1, 2 and 4 leaves that wait
+    for their neighbour. The last leaf's is the whole tree."""
     if leaf % 2 == 0:
         one = total
     else:
@@ -240,7 +240,8 @@ def scale_products(
     products, scales, x_scales, bias, y, num_rows, num_out, BIAS: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Integers [M, out] that a library multiplied, of a scale a row and one an output. Grid (tiles of rows, tiles of out)."""
+    """Integers [M, out] that a library multiplied, of a scale a row and one an output. Grid (tiles of rows, tiles of
+    out)."""
     rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     outs = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     row_mask, out_mask = rows < num_rows, outs < num_out

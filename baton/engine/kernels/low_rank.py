@@ -1,9 +1,9 @@
 """What adapters add to the outputs of one linear layer, y += B (A x), for all adapters of a step in two launches.
 
-A tile is up to BLOCK_M neighbouring rows with one adapter, int64 [3]: the address of the adapter's table, the first row and
-the one behind the last. A table is int64 [places, 3]: of each linear layer the addresses of A [rank, in] and B [out, rank],
-contiguous, in the dtype of x, and the rank, a multiple of BLOCK_R; 0: it adds nothing there. A row is summed in one order,
-whatever shares its tile.
+A tile is up to BLOCK_M neighbouring rows with one adapter, int64 [3]: the address of the adapter's table, the first row
+and the one behind the last. A table is int64 [places, 3]: of each linear layer the addresses of A [rank, in] and B
+[out, rank], contiguous, in the dtype of x, and the rank, a multiple of BLOCK_R; 0: it adds nothing there. A row is
+summed in one order, whatever shares its tile.
 """
 
 import triton

@@ -36,14 +36,15 @@ def attend(
     FORM: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr, SINKS: tl.constexpr, PARTIAL: tl.constexpr,
     SHARED: tl.constexpr, MIN_SPLIT: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tiles, kv heads, programs that share a tile's splits; 1 where not PARTIAL). SHARED: (num_sharing + tiles, kv
-    heads), the first of which share the splits that `deal` has dealt out; tiles that have such splits are left to them.
+    """Grid (tiles, kv heads, programs that share a tile's splits; 1 where not PARTIAL). SHARED: (num_sharing + tiles,
+    kv heads), the first of which share the splits that `deal` has dealt out; tiles that have such splits are left to
+    them.
 
     q, out [T, H, D]; k, v and their scales: one layer of the pool, [blocks, kv heads, tokens, ..]; query_starts,
     kv_lens, block_table: of SeqTable; tiles int32 [., 2]: sequence, first of its rows; not read where every sequence
-    has tiles_per_seq > 0. sinks fp32 [H], of this layer, read where SINKS. partials fp32 [T, H, num_splits, D]: sums before
-    division; stats, with 2: maximum, sum. SHARED: [items, kv heads, tile_rows, ..]. split_len 0: as long as num_splits need to
-    hold a sequence.
+    has tiles_per_seq > 0. sinks fp32 [H], of this layer, read where SINKS. partials fp32 [T, H, num_splits, D]: sums
+    before division; stats, with 2: maximum, sum. SHARED: [items, kv heads, tile_rows, ..]. split_len 0: as long as
+    num_splits need to hold a sequence.
     """
     kv_head = tl.program_id(1)
     num_heads = tl.num_programs(1) * GROUP
@@ -149,7 +150,8 @@ def attend(
 
 @triton.jit
 def _sequence(tile, tiles, query_starts, kv_lens, tiles_per_seq, BLOCK_M: tl.constexpr):
-    """Return the sequence of a tile, the first of its rows there, and of the sequence first query, queries and length."""
+    """Return the sequence of a tile, the first of its rows there, and of the sequence first query, queries and
+    length."""
     if tiles_per_seq > 0:
         seq = tile // tiles_per_seq
         first_row = tile % tiles_per_seq * BLOCK_M
@@ -176,11 +178,11 @@ def deal(
     tiles, kv_lens, items, owners, num_tiles, tiles_per_seq, split_len, num_sharing, most_items,
     MIN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Deal the splits of sequences out as items that programs share, where one program would walk more of them than each
-    has if all splits of the step were dealt evenly, and at least MIN. Grid (tiles), at most BLOCK.
+    """Deal the splits of sequences out as items that programs share, where one program would walk more of them than
+    each has if all splits of the step were dealt evenly, and at least MIN. Grid (tiles), at most BLOCK.
 
-    items int32 [tiles + 1]: the first one of each tile, none where it is also the next one's; owners int32 [most_items]: the
-    tile of each item. Tiles whose items are beyond most_items have none."""
+    items int32 [tiles + 1]: the first one of each tile, none where it is also the next one's; owners int32
+    [most_items]: the tile of each item. Tiles whose items are beyond most_items have none."""
     all_tiles = tl.arange(0, BLOCK)
     there = all_tiles < num_tiles
     if tiles_per_seq > 0:
@@ -209,8 +211,8 @@ def combine(
     WINDOWED: tl.constexpr, SINKS: tl.constexpr, SHARED: tl.constexpr, MIN_SPLIT: tl.constexpr,
 ):  # fmt: skip
     """Merge the splits of a token and head in order. Grid (tokens, heads); tokens int32 [., 5]: row of the batch,
-    position, length of its sequence, its place among the new tokens of that, the first tile of that; not read where every
-    sequence has query_len > 0 tokens. SHARED: as of `attend`; nothing to do where the tile has no items."""
+    position, length of its sequence, its place among the new tokens of that, the first tile of that; not read where
+    every sequence has query_len > 0 tokens. SHARED: as of `attend`; nothing to do where the tile has no items."""
     head = tl.program_id(1)
     if query_len > 0:
         row = tl.program_id(0)

@@ -63,7 +63,8 @@ def _round_rows(
     x, given, values, scales, num_in, x_stride, static_scale,
     GROUP: tl.constexpr, STATIC: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Grid (rows, blocks of inputs; 1 where a row has a scale of its own). `given`: the largest magnitudes, else None."""
+    """Grid (rows, blocks of inputs; 1 where a row has a scale of its own). `given`: the largest magnitudes, else
+    None."""
     row = tl.program_id(0).to(tl.int64)
     scale = static_scale
     if GROUP == 0 and not STATIC:
@@ -95,7 +96,8 @@ def scale_of(largest, DTYPE: tl.constexpr):
 
 @triton.jit
 def store_rounded(block, values, scales, row, begin, num_in, scale, GROUP: tl.constexpr, BLOCK: tl.constexpr):
-    """Store a row's inputs from `begin` on, fp32 [BLOCK], zeros behind the last; with `scale`, or that of each GROUP."""
+    """Store a row's inputs from `begin` on, fp32 [BLOCK], zeros behind the last; with `scale`, or that of each
+    GROUP."""
     ins = begin + tl.arange(0, BLOCK)
     if GROUP > 0:
         groups = tl.reshape(block, [BLOCK // GROUP, GROUP])

@@ -1,6 +1,6 @@
 """Compute on rows between two products: residual and RMSNorm in one pass, SiLU times up in another; what the next
-product wants rounded is rounded there. A row is a program's own, so its bits do not depend on others. The torch twins are
-layers/norm.py and layers/activation.py."""
+product wants rounded is rounded there. A row is a program's own, so its bits do not depend on others. The torch twins
+are layers/norm.py and layers/activation.py."""
 
 import torch
 import triton
@@ -39,7 +39,8 @@ def _launch_norm(x, delta, weight, eps, out, scales, static_scale, constants) ->
 
 
 def swiglu(gate_up: Tensor, clamp: Clamp | None = None) -> Tensor:
-    """[T, 2 * size], gates first, contiguous -> silu(gate) * up [T, size]; with `clamp` as clamped_swiglu of the twin."""
+    """[T, 2 * size], gates first, contiguous -> silu(gate) * up [T, size]; with `clamp` as clamped_swiglu of the
+    twin."""
     num_rows, size = gate_up.shape[0], gate_up.shape[1] // 2
     out = gate_up.new_empty(num_rows, size)
     _swiglu[(num_rows, triton.cdiv(size, SWIGLU_BLOCK))](

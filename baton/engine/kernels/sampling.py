@@ -1,9 +1,9 @@
 """Tokens drawn from logits in two launches: penalties, biases, bans, masks, temperature, top_k, top_p, min_p and noise.
 
-`score` takes a row's vocabulary in parts: it changes logits, and leaves the best token of each part, or, where a row has
-filters, its scores. `choose` ends a row: the best of its parts, or of what the filters leave. A row is a program's own,
-and all that is added up for a filter is whole numbers, so its token does not depend on the rows beside it, nor on the
-order of sums.
+`score` takes a row's vocabulary in parts: it changes logits, and leaves the best token of each part, or, where a row
+has filters, its scores. `choose` ends a row: the best of its parts, or of what the filters leave. A row is a program's
+own, and all that is added up for a filter is whole numbers, so its token does not depend on the rows beside it, nor on
+the order of sums.
 
 The cut of a filter is searched for, not sorted for: a histogram of how far scores are below the best tells which may be
 left, these are moved together, and the cut among them is found by halving. Scores are compared as integers in their
@@ -63,8 +63,8 @@ def draw(logits: Tensor, given: Tensor, num_slots: int) -> Tensor:
 
 @triton.jit(do_not_specialize_on_alignment=["logits"])
 def score(logits, given, scores, best, best_ids, row_stride, vocab_size, BLOCK: tl.constexpr):
-    """Grid (rows, parts of the vocabulary). best fp64 and best_ids [rows, parts]: of each part the best token and what it
-    is worth, with noise where it is drawn without filters. scores [slots, vocab_size]: of rows with filters."""
+    """Grid (rows, parts of the vocabulary). best fp64 and best_ids [rows, parts]: of each part the best token and what
+    it is worth, with noise where it is drawn without filters. scores [slots, vocab_size]: of rows with filters."""
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     record = given + row * RECORD
     ids = part * BLOCK + tl.arange(0, BLOCK)
@@ -192,7 +192,8 @@ def _last_bin(histogram, mass, top_k, top_p, min_p):
 
 @triton.jit
 def _cut(scores, ids, count, mass, highest, last, top_k, top_p, vocab_size, BLOCK: tl.constexpr):
-    """The least score, in its order, that top_k and top_p leave, and the first of the ids that have it which are left."""
+    """The least score, in its order, that top_k and top_p leave, and the first of the ids that have it which are
+    left."""
     below = tl.full([], LOWEST, tl.int64) - 1
     if last < BINS - 1:
         below = _ordered(highest - (last + 2).to(tl.float32) / BINS_PER_UNIT).to(tl.int64)

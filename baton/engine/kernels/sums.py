@@ -18,8 +18,8 @@ SOURCES = (
 
 @cache
 def order_of_sums(engine: Path = ENGINE) -> str:
-    """Return Triton's version, whose compiler orders the sums within a tile, and a digest of the code of SOURCES below the
-    folder `engine`. Where that could not be told from the order itself, too many workers are called unlike, not too
+    """Return Triton's version, whose compiler orders the sums within a tile, and a digest of the code of SOURCES below
+    the folder `engine`. Where that could not be told from the order itself, too many workers are called unlike, not too
     few: an equal name promises equal bits."""
     import triton  # an extra
 

@@ -1,11 +1,11 @@
-"""Pages of a pool in host memory that go back to the system while its blocks keep their places: those of a block that nobody holds,
-and those of layers with a window, in blocks that are outside of it for all that hold them.
+"""Pages of a pool in host memory that go back to the system while its blocks keep their places: those of a block that
+nobody holds, and those of layers with a window, in blocks that are outside of it for all that hold them.
 
     block    | L L L L L G | L L L L L G | ... scales |     L: a layer with a window, G: one that sees all
     pages      =========     =========                      whole pages within runs of neighbouring L
 
-A block's place is where it was, whatever went back: tables, kernels and transports know nothing of it, and pages come again, as zeros,
-when they are written.
+A block's place is where it was, whatever went back: tables, kernels and transports know nothing of it, and pages come
+again, as zeros, when they are written.
 """
 
 import math
@@ -41,8 +41,8 @@ def part_bytes(layout: KVLayout, windows: Sequence[int | None]) -> int:
 
 
 def num_places(num_blocks: int, layout: KVLayout, windows: Sequence[int | None], is_here: bool = True) -> int:
-    """Return the blocks that a pool in host memory, with memory for `num_blocks` whole ones, has places for: as many as that holds when
-    of each but what stays is there. `is_here`: no other host has layers of it."""
+    """Return the blocks that a pool in host memory, with memory for `num_blocks` whole ones, has places for: as many as
+    that holds when of each but what stays is there. `is_here`: no other host has layers of it."""
     are_both = None in windows and any(window is not None for window in windows)
     if not (are_both and is_here and system.LINUX) or layout.state is not None:
         return num_blocks

@@ -9,8 +9,9 @@
     quarantined + fetching + leased + running + cached + free == num_ids               always
     reserved (promised, not yet taken) <= cached + free                                always
 
-There are as many ids as blocks, but for models of which some layers have a window: their blocks give a part back (window_parts.py),
-so that more have places than there is memory for whole ones, in which promises and what is available are counted.
+There are as many ids as blocks, but for models of which some layers have a window: their blocks give a part back
+(window_parts.py), so that more have places than there is memory for whole ones, in which promises and what is available
+are counted.
 
                allocate                  seal                    release
         free ───────────► running ───────────────► running+cached ───────► cached ──► free (evicted, oldest first)
@@ -58,15 +59,16 @@ class LedgerError(RuntimeError):
 
 class Ledger:
     """Counts the blocks of one pool. Thread-safe: every method takes `lock` (re-entrant), which callers also take to
-    make several calls one. No call does more than a microsecond or so of work per block it names, where no pages go back."""
+    make several calls one. No call does more than a microsecond or so of work per block it names, where no pages go
+    back."""
 
     def __init__(
         self, num_blocks: int, block_size: int, num_states: int = 0, window: Window = ALL, lock: Any = None,
         parts: WindowParts | None = None,
     ):  # fmt: skip
-        """`num_states`: blocks that hold what state-space layers keep of a sequence, in a ledger of their own behind the
-        same lock. In its cache a name is that of the span behind which the state stood: a checkpoint. `parts`: where some layers
-        have a `window` and others see all."""
+        """`num_states`: blocks that hold what state-space layers keep of a sequence, in a ledger of their own behind
+        the same lock. In its cache a name is that of the span behind which the state stood: a checkpoint. `parts`:
+        where some layers have a `window` and others see all."""
         self.lock = lock or threading.RLock()
         self.states = Ledger(num_states, SPAN_TOKENS, lock=self.lock) if num_states else None
         self.num_blocks, self.window, self.parts = num_blocks, window, parts
@@ -168,8 +170,8 @@ class Ledger:
             return block_ids
 
     def share(self, block_ids: Sequence[int], holder: Holder, num_outside: int = 0) -> bool:
-        """Add a holder to blocks that have one; of the first `num_outside` it sees no part. Returns False when they are cached only
-        and all of those are promised. Raises LedgerError for a free block."""
+        """Add a holder to blocks that have one; of the first `num_outside` it sees no part. Returns False when they are
+        cached only and all of those are promised. Raises LedgerError for a free block."""
         with self.lock:
             if not self._may_share(block_ids, num_outside):
                 return False
@@ -192,8 +194,8 @@ class Ledger:
                 self.parts.leave(block_ids, self.cache.now())
 
     def release(self, block_ids: Sequence[int], holder: Holder, num_outside: int = 0) -> None:
-        """One holder less, the last block first: of a chain its end is evicted first. Of the first `num_outside` it has left the
-        part before."""
+        """One holder less, the last block first: of a chain its end is evicted first. Of the first `num_outside` it has
+        left the part before."""
         with self.lock:
             if self.parts is not None:
                 self.parts.leave(block_ids[num_outside:], self.cache.now())
@@ -211,9 +213,9 @@ class Ledger:
     # ---- prefix cache ----
 
     def find(self, span_hashes: Sequence[bytes], num_tokens: int, whole: bool = False) -> list[int]:
-        """Blocks of the longest cached prefix, at most `num_tokens` - 1 tokens; where sequences have a state, that has a
-        checkpoint too. What lies outside the window of the next token need not be cached, unless it is to be `whole`: the
-        first block inside stands in its places. No holder is taken."""
+        """Blocks of the longest cached prefix, at most `num_tokens` - 1 tokens; where sequences have a state, that has
+        a checkpoint too. What lies outside the window of the next token need not be cached, unless it is to be `whole`:
+        the first block inside stands in its places. No holder is taken."""
         with self.lock:
             if self.parts is not None:
                 found = self.cache.find(span_hashes, num_tokens)
@@ -236,8 +238,8 @@ class Ledger:
 
     def seal(self, spans: tuple[bytes, ...], block_ids: tuple[int, ...]) -> bool:
         """Name the blocks of one unit, whose last write has passed and whose bytes are verified. Returns False when the
-        name is taken: these blocks then stay private, unless they have parts which those lack. Raises LedgerError for blocks
-        without a holder."""
+        name is taken: these blocks then stay private, unless they have parts which those lack. Raises LedgerError for
+        blocks without a holder."""
         with self.lock:
             if any(self._holders[block_id] < _WEIGHT[Holder.RUNNING] for block_id in block_ids):
                 raise LedgerError(f"seal of blocks {block_ids} that have no holder")
@@ -282,8 +284,8 @@ class Ledger:
     def check_holders(
         self, holdings: Iterable[tuple[Holder, Sequence[int]]], seen: Iterable[Sequence[int]] = ()
     ) -> None:
-        """Raises AssertionError unless the holders named are exactly those counted (the cache aside), and so are those that see
-        parts."""
+        """Raises AssertionError unless the holders named are exactly those counted (the cache aside), and so are those
+        that see parts."""
         with self.lock:
             if self.parts is not None:
                 self.parts.check_seen(seen)
@@ -298,8 +300,8 @@ class Ledger:
     # ---- room ----
 
     def _make_room(self, num: int) -> None:
-        """Evict from the cache until `num` blocks are free, and there is memory for all of each: pages of other free ones go first,
-        then what was used longest ago, of parts as of units."""
+        """Evict from the cache until `num` blocks are free, and there is memory for all of each: pages of other free
+        ones go first, then what was used longest ago, of parts as of units."""
         while len(self._free) < num:
             self._unname(self.cache.evict())
         if self.parts is None:

@@ -111,8 +111,8 @@ class KVPool:
         return self.group.block_size
 
     def write(self, layer: int, slots: Tensor, *kinds: Tensor) -> None:
-        """Store k and v, or of a latent group its row, [T, heads of this object, head_dim] at `slots` [T] (block_id * block_size +
-        offset)."""
+        """Store k and v, or of a latent group its row, [T, heads of this object, head_dim] at `slots` [T] (block_id *
+        block_size + offset)."""
         stacked = torch.stack(kinds, dim=1)
         if not self._is_plain:
             self._encode(layer, slots, stacked)

@@ -60,8 +60,9 @@ class PrefixCache:
         return next((unit.idle_since for unit in self._idle.values()), float("inf"))
 
     def find(self, span_hashes: Sequence[bytes], num_tokens: int, window: Window = ALL) -> list[int]:
-        """Blocks of the longest cached prefix below the last of `num_tokens`: that one is always computed. What is outside the
-        `window` of the token behind the prefix is not looked for: the first block inside stands in its places."""
+        """Blocks of the longest cached prefix below the last of `num_tokens`: that one is always computed. What is
+        outside the `window` of the token behind the prefix is not looked for: the first block inside stands in its
+        places."""
         names = span_hashes[self.spans_per_unit - 1 :: self.spans_per_unit]
         most = min((num_tokens - 1) // self.unit_tokens, len(names))
         if window.num_positions is None:

@@ -45,8 +45,8 @@ class RecurrentState:
         return [(each, [block_id]) for each, block_id in held if block_id is not None]
 
     def pin(self, ledger: Ledger, span_hashes: Sequence[bytes], num_tokens: int, holder: Holder) -> bool:
-        """Hold the checkpoint of a cached prefix, in place of one that it held. False where all free blocks are promised
-        to others."""
+        """Hold the checkpoint of a cached prefix, in place of one that it held. False where all free blocks are
+        promised to others."""
         found = ledger.checkpoint(span_hashes, num_tokens)
         if found is None or ledger.states is None:
             return True
@@ -57,8 +57,8 @@ class RecurrentState:
         return True
 
     def num_to_have(self, states: Ledger | None, num_choices: int) -> int:
-        """Return how many blocks of its own it is to have, one for each choice, or as many as there can be beside a pinned
-        checkpoint: a choice without one starts preempted."""
+        """Return how many blocks of its own it is to have, one for each choice, or as many as there can be beside a
+        pinned checkpoint: a choice without one starts preempted."""
         return 0 if states is None else min(num_choices, states.num_blocks - (self.checkpoint_id is not None))
 
     def promise(self, states: Ledger | None, num_choices: int) -> bool:
@@ -131,8 +131,8 @@ class RecurrentState:
             self.kept_id = block_ids[0]
 
     def keep(self, states: Ledger, name: bytes, copy: CopyState, goes_on: bool = False) -> None:
-        """Make a checkpoint of the state as it is, or of its copy where the sequence `goes_on` in a step that was launched
-        since, named by the span before it; none where there is one, or no block was left for it."""
+        """Make a checkpoint of the state as it is, or of its copy where the sequence `goes_on` in a step that was
+        launched since, named by the span before it; none where there is one, or no block was left for it."""
         if self.kept_id is None and not goes_on and not states.cache.get(name):
             self.copy_ahead(states, copy)
         if self.kept_id is not None:

@@ -1,5 +1,5 @@
-"""The state blocks of a pool: what the layers of a state group keep of one sequence, or kept of one at the end of a span.
-Which is whose is the ledger's business."""
+"""The state blocks of a pool: what the layers of a state group keep of one sequence, or kept of one at the end of a
+span. Which is whose is the ledger's business."""
 
 import torch
 from torch import Tensor

@@ -3,8 +3,8 @@
     tokens   |------ outside ------|---- window ----| next
     blocks   |  given back   |  unit |  held ...    | taken for the next chunk or token
 
-Layers share a block. Where all of them have a window, the farthest that any sees counts, and blocks go back whole. Where some see
-all, blocks stay, and of those outside the part of the others goes back (window_parts.py).
+Layers share a block. Where all of them have a window, the farthest that any sees counts, and blocks go back whole.
+Where some see all, blocks stay, and of those outside the part of the others goes back (window_parts.py).
 """
 
 from dataclasses import dataclass
@@ -36,18 +36,20 @@ class Window:
         return f", {percent} % of each given back outside windows of {self.num_positions} tokens"
 
     def num_outside(self, num_tokens: int) -> int:
-        """Return how many leading blocks of a sequence of `num_tokens` tokens no later token attends to. Never its last block;
-        whole prefix-cache units where blocks stay (`is_part`)."""
+        """Return how many leading blocks of a sequence of `num_tokens` tokens no later token attends to. Never its last
+        block; whole prefix-cache units where blocks stay (`is_part`)."""
         if self.num_positions is None:
             return 0
         num_outside = max(0, num_tokens - max(1, self.num_positions - 1))
-        # Kernels read whole spans, and give what is outside no weight: where blocks stay, that must be memory that is there.
+        # Kernels read whole spans, and give what is outside no weight: where blocks stay, that must be memory that is
+        # there.
         unit = max(SPAN_TOKENS, self.block_size) if self.is_part else self.block_size
         return num_outside // unit * unit // self.block_size
 
     def most_blocks(self, num_blocks: int, num_choices: int = 1) -> int:
-        """Return how many of `num_blocks` that a request is to fill are held together, in whole blocks: the window, two steps
-        (blocks go back a step late) and a unit of the prefix cache, for each choice; of others what stays where `is_part`."""
+        """Return how many of `num_blocks` that a request is to fill are held together, in whole blocks: the window, two
+        steps (blocks go back a step late) and a unit of the prefix cache, for each choice; of others what stays where
+        `is_part`."""
         if self.num_positions is None:
             return num_blocks
         num_tokens = self.num_positions + 2 * self.max_step_tokens + max(SPAN_TOKENS, self.block_size)
@@ -59,8 +61,8 @@ class Window:
         return -(-num_bytes // self.block_bytes)
 
     def split(self, block_ids: list[int], num_outside: int) -> tuple[list[int], int]:
-        """Return those of a sequence's blocks that it holds, of which the first `num_outside` are outside, and of how many of these,
-        the first, it holds no more than what stays."""
+        """Return those of a sequence's blocks that it holds, of which the first `num_outside` are outside, and of how
+        many of these, the first, it holds no more than what stays."""
         return (block_ids, num_outside) if self.is_part else (block_ids[num_outside:], 0)
 
 

@@ -1,11 +1,13 @@
-"""The parts of blocks that layers with a window have, in a model where others see all: who sees each, and whether it is there.
+"""The parts of blocks that layers with a window have, in a model where others see all: who sees each, and whether it is
+there.
 
         seen ──── leave ────► left ──── drop ────► gone         while the block stays with its holders
           ◄──── share ────────┘     oldest first
 
-Every holder of a block sees its part until it leaves that, or the block. What nobody sees stays where it is until its room is
-needed, so that a prefix can be found by its window again; in a block that the cache alone holds it goes when that is evicted. Blocks
-that are free keep their pages too, as long as there is memory for them: to give pages back costs as much as to write them.
+Every holder of a block sees its part until it leaves that, or the block. What nobody sees stays where it is until its
+room is needed, so that a prefix can be found by its window again; in a block that the cache alone holds it goes when
+that is evicted. Blocks that are free keep their pages too, as long as there is memory for them: to give pages back
+costs as much as to write them.
 """
 
 from bisect import bisect
@@ -120,8 +122,8 @@ class WindowParts:
         self.num_there -= 1
 
     def num_usable(self, block_ids: Sequence[int], per_unit: int, whole: bool) -> int:
-        """Return how many of a prefix's blocks, whole units, can be gone on behind: of those in the window of the next token, or of
-        the `whole` prefix, the part is there."""
+        """Return how many of a prefix's blocks, whole units, can be gone on behind: of those in the window of the next
+        token, or of the `whole` prefix, the part is there."""
         lacking = [index for index, block_id in enumerate(block_ids) if not self._is_there[block_id]]
         for num in range(len(block_ids), 0, -per_unit):
             last = bisect(lacking, num - 1)  # of those that lack it before, one behind the last
@@ -131,7 +133,8 @@ class WindowParts:
         return 0
 
     def check(self, is_held: Sequence[bool], free: Sequence[int]) -> None:
-        """Raise AssertionError unless what is seen is held and there, what was left too, and there is memory for all of it."""
+        """Raise AssertionError unless what is seen is held and there, what was left too, and there is memory for all of
+        it."""
         assert self.num_seen == sum(map(bool, self._num_seeing)) and self.num_there == sum(self._is_there)
         for block_id, num_seeing in enumerate(self._num_seeing):
             assert num_seeing >= 0 and (not num_seeing or is_held[block_id]), f"part {block_id} is seen by no holder"

@@ -1,5 +1,5 @@
-"""Rows on a GPU that each meet one of several weights, in one launch for all (kernels/grouped.py): the experts of a mixture,
-whatever they are, and the heads of latent attention."""
+"""Rows on a GPU that each meet one of several weights, in one launch for all (kernels/grouped.py): the experts of a
+mixture, whatever they are, and the heads of latent attention."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -31,8 +31,8 @@ class SortedPlaces(NamedTuple):
 
 
 def sort_places(owners: Tensor, num_owners: int, exact: bool) -> SortedPlaces:
-    """owners: integers [places], contiguous, of `num_owners` weights. Nothing is copied to the host. `exact`: in tiles that
-    multiply a row in one way, however many there are."""
+    """owners: integers [places], contiguous, of `num_owners` weights. Nothing is copied to the host. `exact`: in tiles
+    that multiply a row in one way, however many there are."""
     num_places = owners.numel()
     tile = tile_of(num_places // num_owners, exact)
     num_slots = min(num_places, num_owners) + num_places // tile
@@ -86,16 +86,16 @@ class GroupedLinear:
         return "" if len(forms) == 1 else "weights differ in form"
 
     def __call__(self, x: Tensor | RoundedRows, places: SortedPlaces, top_k: int = 0, scatters: bool = False) -> Tensor:
-        """Return [places, out_features]. `top_k`: places of a row of x, neighbours; 0: x has a row for each, in their sorted
-        order. `scatters`: y in the order of places as they came, else as they are sorted."""
+        """Return [places, out_features]. `top_k`: places of a row of x, neighbours; 0: x has a row for each, in their
+        sorted order. `scatters`: y in the order of places as they came, else as they are sorted."""
         x, x_scales = self._one.activated(x, None)
         y = torch.empty(places.order.numel(), self._one.stored.num_out, dtype=self._one.dtype_of_y, device=x.device)
         self._launch(x, x_scales, y, places.tile, places.tiles.shape[1], 0, places, top_k, scatters)
         return y
 
     def each(self, x: Tensor) -> Tensor:
-        """Return [T, weights, out_features] of x [T, weights, in_features], contiguous: of a row as many parts as there are
-        weights, each for one."""
+        """Return [T, weights, out_features] of x [T, weights, in_features], contiguous: of a row as many parts as there
+        are weights, each for one."""
         num_rows, num_owners = x.shape[:2]
         flat, x_scales = self._one.activated(x.flatten(0, 1), None)
         y = torch.empty(num_rows, num_owners, self._one.stored.num_out, dtype=self._one.dtype, device=x.device)
@@ -118,14 +118,15 @@ class GroupedLinear:
 
 
 class GroupedExperts:
-    """The outputs of the chosen experts of a layer, weighed and added, in five launches; with a sum in between where ranks have a part
-    of each expert."""
+    """The outputs of the chosen experts of a layer, weighed and added, in five launches; with a sum in between where
+    ranks have a part of each expert."""
 
     def __init__(
         self, spec: ModelSpec, experts: ExpertsSpec, gate_up: Sequence[LinearKernel], down: Sequence[LinearKernel],
         collectives: Collectives | None,
     ):  # fmt: skip
-        """`unfit` has nothing against them. `collectives`: of the ranks that have a part of each; None: they are whole here."""
+        """`unfit` has nothing against them. `collectives`: of the ranks that have a part of each; None: they are whole
+        here."""
         self._gate_up, self._down, self._collectives = GroupedLinear(gate_up), GroupedLinear(_parts(down)), collectives
         self._num_experts, self._scales_inputs = experts.num_experts, experts.scales_inputs
         clamped = spec.activation == "clamped_swiglu"
@@ -140,8 +141,8 @@ class GroupedExperts:
         return GroupedLinear.unfit(gate_up) or next(filter(None, turns), "") or GroupedLinear.unfit(_parts(down))
 
     def __call__(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-        """x [T, in], chosen int64 and weights fp32 [T, num_chosen] -> fp32 [T, out]: a row's experts in the order in which it
-        chose them."""
+        """x [T, in], chosen int64 and weights fp32 [T, num_chosen] -> fp32 [T, out]: a row's experts in the order in
+        which it chose them."""
         num_rows, num_chosen = chosen.shape
         places = sort_places(chosen.flatten(), self._num_experts, self._down.batch_invariant)
         top_k = num_chosen

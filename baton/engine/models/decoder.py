@@ -163,8 +163,8 @@ class Model:
         return LoraFolder(folder)
 
     def make_adapter(self, name: str, lora: LoraFolder) -> Adapter:
-        """Make an adapter ready to be applied to what is here. Raises ModelError for one of another base, and where the GPU has no
-        memory for it."""
+        """Make an adapter ready to be applied to what is here. Raises ModelError for one of another base, and where the
+        GPU has no memory for it."""
         try:
             return self._made_ready(name, lora)
         except torch.cuda.OutOfMemoryError:
@@ -205,8 +205,8 @@ class Model:
 
     @property
     def capturable(self) -> bool:
-        """Return whether decode steps may be captured in CUDA graphs: the rows of adapters are counted on the host, and so are
-        those of experts that are not grouped."""
+        """Return whether decode steps may be captured in CUDA graphs: the rows of adapters are counted on the host, and
+        so are those of experts that are not grouped."""
         experts = (layer.experts for layer in self.layers if layer is not None and layer.experts is not None)
         return self.attention.capturable and not self._adapted and all(each.grouped is not None for each in experts)
 
@@ -221,8 +221,8 @@ class Model:
         return [self._kv_index[layer] for layer in layers if layer in self._kv_index]
 
     def kv_group(self, form: str, block_size: int) -> KVGroup:
-        """Return the layout of this model's KV in a pool, of a rank with a pool of its own that of its heads or its layers; `form` is a
-        key of kvtransfer.layout.KV_FORMS."""
+        """Return the layout of this model's KV in a pool, of a rank with a pool of its own that of its heads or its
+        layers; `form` is a key of kvtransfer.layout.KV_FORMS."""
         group = self.spec.kv_group(form, block_size)
         if self.pools_own_layers:
             return replace(group, num_layers=len(self._kv_index))
@@ -275,8 +275,8 @@ class Model:
     def run_layers(
         self, x: Tensor, batch: ForwardBatch, pool: KVPool, on_layer: Callable[[int], None] | None = None
     ) -> Tensor:
-        """As `hidden`, of the layers that are here; x: rows [T, hidden_size] as the layer before them left them, which may
-        be changed."""
+        """As `hidden`, of the layers that are here; x: rows [T, hidden_size] as the layer before them left them, which
+        may be changed."""
         if self.fused is not None:
             return self.fused(x, batch, pool, on_layer)
         num_tokens = x.shape[0]
@@ -324,8 +324,8 @@ class Model:
         name: str,
         x: Tensor,
     ) -> Tensor:
-        """Return the product of rows x and a linear of a layer, with what adapters add to theirs: of inputs that ranks share,
-        from those of all, so that it has the bits of one process."""
+        """Return the product of rows x and a linear of a layer, with what adapters add to theirs: of inputs that ranks
+        share, from those of all, so that it has the bits of one process."""
         linear = getattr(layer, name)
         y = linear(x)
         if isinstance(linear, RowParallelLinear) and any(name in rows.adapter.layers[index] for rows in adapters):
@@ -339,8 +339,8 @@ class Model:
         return y
 
     def _add_residuals(self, layer: Layer, apply: Apply, x: Tensor, normed: Tensor, attended: Tensor | None) -> Tensor:
-        """Add the outputs of attention and MLP to the rows x; `normed`: the inputs of attention; `attended`: its outputs, None
-        where the layer is an MLP alone."""
+        """Add the outputs of attention and MLP to the rows x; `normed`: the inputs of attention; `attended`: its
+        outputs, None where the layer is an MLP alone."""
         if attended is None:
             return x + self._scaled(self._mlp(layer, apply, layer.mlp_norm(x)))
         if layer.attention_out_norm is not None:
@@ -364,8 +364,8 @@ class Model:
     def _write_kv(
         self, layer: Layer, index: int, heads: Tensor, tables: list[tuple[Tensor, Tensor]], slots: Tensor, pool: KVPool
     ) -> Tensor:
-        """Norm and rotate `heads` [T, q, k and v, head_dim]; K and V go to the pool, the queries [T, num_heads, head_dim]
-        are returned."""
+        """Norm and rotate `heads` [T, q, k and v, head_dim]; K and V go to the pool, the queries [T, num_heads,
+        head_dim] are returned."""
         spec, counts = self.spec, (self.attention.shape.num_heads, self.attention.shape.num_kv_heads)
         num_values = heads.shape[1] - sum(counts)  # none where a row is key and value
         qk, v = heads.split((sum(counts), num_values), dim=1)

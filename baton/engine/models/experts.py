@@ -1,8 +1,8 @@
 """A mixture of experts: every row goes to the few experts that its router scores highest.
 
 Batch-invariant: the router is a row's own, in fp32, and ranks equal scores by index; the rows of an expert are gathered
-(a counting sort) and go through its row-invariant linears; the outputs of the chosen experts are added in the order in which
-the row chose them, in fp32. Experts that no row chose are not read. On a GPU all of that is a few launches
+(a counting sort) and go through its row-invariant linears; the outputs of the chosen experts are added in the order in
+which the row chose them, in fp32. Experts that no row chose are not read. On a GPU all of that is a few launches
 (layers/grouped.py), where the experts' weights have one form.
 """
 
@@ -126,7 +126,8 @@ class Experts:
         return total.to(x.dtype)
 
     def _weighed(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-        """Return the outputs of each row's chosen experts, weighed and added in the order of choice, fp32 [T, elements]."""
+        """Return the outputs of each row's chosen experts, weighed and added in the order of choice, fp32 [T,
+        elements]."""
         of_inputs = weights.flatten() if self.spec.scales_inputs else None
         outputs = self._run_chosen(x, chosen, of_inputs).unflatten(0, (-1, self.spec.num_chosen)).float()
         if of_inputs is None:
@@ -162,8 +163,8 @@ class Experts:
         ).flatten(1)
 
     def _run_chosen(self, x: Tensor, chosen: Tensor, weights: Tensor | None) -> Tensor:
-        """Return the outputs of each row's chosen experts, [T * num_chosen, elements of a row]; of rows times `weights`, where
-        those are given for each."""
+        """Return the outputs of each row's chosen experts, [T * num_chosen, elements of a row]; of rows times
+        `weights`, where those are given for each."""
         flat = chosen.flatten()
         order = flat.argsort(stable=True)
         counts = flat.bincount(minlength=self.spec.num_experts).tolist()

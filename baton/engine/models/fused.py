@@ -217,8 +217,8 @@ def fuse(
     collectives: Collectives | None = None,
     adapted: bool = False,
 ) -> tuple[FusedLayers | GpuLayers | None, dict[str, str]]:
-    """Return what runs these layers faster than torch, or None; and the reason against each other way. `adapted`: adapters
-    may add to them."""
+    """Return what runs these layers faster than torch, or None; and the reason against each other way. `adapted`:
+    adapters may add to them."""
     reasons = {"fused": FusedLayers.unfit(spec, layers, attention)}
     if not reasons["fused"]:
         return FusedLayers(spec, layers, attention, ropes, collectives), {"torch": "fused was chosen"}

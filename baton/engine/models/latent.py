@@ -1,6 +1,6 @@
-"""Latent attention (MLA, DeepSeek-V2, arXiv 2405.04434), absorbed: instead of keys and values of every head, queries meet
-the latent rows themselves, and outputs are made of sums of them. Chunks of a prompt and decode tokens go the same way,
-so that a token has the same bits in both.
+"""Latent attention (MLA, DeepSeek-V2, arXiv 2405.04434), absorbed: instead of keys and values of every head, queries
+meet the latent rows themselves, and outputs are made of sums of them. Chunks of a prompt and decode tokens go the same
+way, so that a token has the same bits in both.
 
 A kept row, and a query of each head, is [rope part | latent] in the order in which a rope turns halves; it is key and
 value at once. Values have no rope part: the product behind them has zeros there.
@@ -134,8 +134,8 @@ def turning(latent: LatentSpec, order: Tensor | None) -> Tensor:
 
 
 def in_order_of_rope(turned: Tensor, still: Tensor) -> Tensor:
-    """Rope part [..., rope_dim] and latent [..., rank] -> rows [..., row_dim] of which a rope turns the beginning of the
-    first half with that of the second."""
+    """Rope part [..., rope_dim] and latent [..., rank] -> rows [..., row_dim] of which a rope turns the beginning of
+    the first half with that of the second."""
     first, second = turned.chunk(2, dim=-1)
     low, high = still.chunk(2, dim=-1)
     return torch.cat((first, low, second, high), dim=-1)

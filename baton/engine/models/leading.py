@@ -1,5 +1,5 @@
-"""The model of the first of several ranks: what it is asked, it tells the others before it computes its part, or it gives
-them a step in parts behind its own layers; and what the others do with that."""
+"""The model of the first of several ranks: what it is asked, it tells the others before it computes its part, or it
+gives them a step in parts behind its own layers; and what the others do with that."""
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
@@ -28,7 +28,8 @@ from kvtransfer.layout import KVLayout
 
 
 class LeadingModel(Model):
-    """See the module. Where a step raises in the middle no later one is told: the ranks would be in different places."""
+    """See the module. Where a step raises in the middle no later one is told: the ranks would be in different
+    places."""
 
     def __init__(self, *arguments):
         super().__init__(*arguments)
@@ -83,8 +84,8 @@ class LeadingModel(Model):
 
 
 class LeadingDeviceModel(LeadingModel):
-    """The same on a GPU, where whole steps are told by the launcher (gpu_ranks/launcher.py), which may replay a graph: what is
-    computed `in_step` has been told."""
+    """The same on a GPU, where whole steps are told by the launcher (gpu_ranks/launcher.py), which may replay a graph:
+    what is computed `in_step` has been told."""
 
     _in_step = False
 
@@ -108,7 +109,8 @@ class LeadingDeviceModel(LeadingModel):
 
 
 class FirstDeviceStage(LeadingDeviceModel):
-    """The model of the first of several stages with a GPU each: a step goes once around, and the rest is computed here."""
+    """The model of the first of several stages with a GPU each: a step goes once around, and the rest is computed
+    here."""
 
     pools_own_layers = True
 
@@ -166,8 +168,8 @@ class StagedStep(NamedTuple):
 
 
 class FirstStage(Model):
-    """The model of the first of several stages, each of which may compute another step: as many as there are stages may be
-    begun and not finished. Of one that was finished the rows last until as many more have been begun."""
+    """The model of the first of several stages, each of which may compute another step: as many as there are stages may
+    be begun and not finished. Of one that was finished the rows last until as many more have been begun."""
 
     def __init__(self, pipeline: PipelineLeader, *arguments):
         super().__init__(*arguments)
@@ -192,8 +194,8 @@ class FirstStage(Model):
         return StagedStep(batch, len(parts), pipeline.rows[place : place + len(batch.token_ids)])
 
     def finish(self, step: StagedStep, on_layer: Callable[[int], None] | None = None) -> Tensor:
-        """Wait until the first step that was begun and not finished has left the last stage; return its rows. `on_layer` as of
-        `hidden`."""
+        """Wait until the first step that was begun and not finished has left the last stage; return its rows.
+        `on_layer` as of `hidden`."""
         _report_layers(on_layer, self.kv_of(self.own_layers))
         with self._or_lose():
             for _ in range(step.num_parts):
@@ -234,8 +236,8 @@ def _report_layers(on_layer: Callable[[int], None] | None, layers: Sequence[int]
 
 
 def follow_stage(model: Model, follower: PipelineFollower, pool: KVPool) -> None:
-    """Put rows through the layers of a stage that is not the first, with its other ranks where it has several, until a rank
-    is lost: raises RankLost."""
+    """Put rows through the layers of a stage that is not the first, with its other ranks where it has several, until a
+    rank is lost: raises RankLost."""
     held, sent = HeldAdapters(partial(made_of, model)), SentAdapters()
 
     def on_message(kind: int, number: int, other: int, data: Tensor) -> None:

@@ -102,8 +102,8 @@ class Linears:
 
         `orders`: which outputs of each module, int64, None: all, as stored. A module is `parts` of equal size, one
         above the other; `rows` zeros follow the outputs of each part, `columns` its inputs. `row_parallel` and `cut` as
-        in `make`; `column_parallel`: a rank has its share of the outputs of each part. `num_outputs`: of all ranks, where
-        `orders` name some of them.
+        in `make`; `column_parallel`: a rank has its share of the outputs of each part. `num_outputs`: of all ranks,
+        where `orders` name some of them.
         """
         weights, biases = [], []
         for module, size, order in zip(modules, sizes, orders or [None] * len(modules), strict=True):
@@ -149,9 +149,9 @@ class Linears:
         num_outputs: int = 0,
     ) -> LinearKernel:  # fmt: skip
         """Make a kernel for weights one above the other, [out, in] each; several behind one where their forms do not
-        agree. `bias`: [sum of out]. `row_parallel`: where a model is divided, ranks have some of the inputs each, so that
-        their sum is a tree; not `cut`: this rank has all of them. `num_outputs`: of all ranks, where each has some; 0: all
-        are here."""
+        agree. `bias`: [sum of out]. `row_parallel`: where a model is divided, ranks have some of the inputs each, so
+        that their sum is a tree; not `cut`: this rank has all of them. `num_outputs`: of all ranks, where each has
+        some; 0: all are here."""
         merged = merge(weights)
         own = sum(weight.shape[0] for weight in merged)
         outputs = [weight.shape[0] * (num_outputs or own) // own for weight in merged]

@@ -68,8 +68,8 @@ def load_model(
     stage: PipelineStage | None = None, pipeline: PipelineLeader | None = None, stages: StageCollectives | None = None,
 ) -> Model:  # fmt: skip
     """Read the model that `config` names, onto `device`, for KV in the blocks and stored form that it names; with
-    `collectives` the part of it that this rank has, with `stage` its layers. `pipeline`: to the others, of the first stage;
-    `stages`: where each has a device.
+    `collectives` the part of it that this rank has, with `stage` its layers. `pipeline`: to the others, of the first
+    stage; `stages`: where each has a device.
 
     Raises ModelError naming the file that is at fault, ValueError for a backend that may not be used and for weights
     that the GPU has no room for.
@@ -99,7 +99,8 @@ def load_model(
         system.trim_heap()  # weight by weight: reading and packing left 81 MiB of a 121 MiB file with malloc
         return make_linear(weight, bias, leaves, partial, num_outputs)
 
-    # Ranks choose the same experts: by a kernel that is the same on all, where each has measured which is fastest on its GPU.
+    # Ranks choose the same experts: by a kernel that is the same on all, where each has measured which is fastest on
+    # its GPU.
     agree = collectives is not None and not kernels.unavailable(device.type)
     make_router, _ = choose_linear("auto", config.batch_invariant or agree, torch.float32, device)
     arguments = spec, compute, source, make, backend, ropes, make_router, collectives, config.may_adapt, stage
@@ -110,8 +111,8 @@ def load_model(
 
 
 def load_predictor(model: Model, config: EngineConfig, block_size: int) -> PredictorModules:
-    """Read the layer of `model`, which has one, for KV in blocks of `block_size`. Raises ModelError for a tensor that is
-    missing or differs."""
+    """Read the layer of `model`, which has one, for KV in blocks of `block_size`. Raises ModelError for a tensor that
+    is missing or differs."""
     spec, index, predictor = model.spec, model.spec.num_layers, model.spec.predictor
     assert predictor is not None
     # The others keep nothing, so that its KV is that of a model's only layer.

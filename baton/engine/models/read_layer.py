@@ -107,7 +107,8 @@ def scaled(kernel: LinearKernel | None, factors: tuple[float, ...], sizes: Seque
 def read_mixer(
     model: ModelSpec, spec: StateSpec, module: str, source: WeightSource, linears: Linears
 ) -> "Mixer | GpuMixer":  # fmt: skip
-    """Return a rank's part of what mixes tokens by a state. Raises ModelError for a tensor that is missing or differs."""
+    """Return a rank's part of what mixes tokens by a state. Raises ModelError for a tensor that is missing or
+    differs."""
     part: StatePart = StatePart(spec, linears.shard)
     if isinstance(spec, DeltaNetSpec):
         return _read_delta_net(model, part, module, source, linears)
@@ -230,7 +231,8 @@ def _read_split(part: StatePart[DeltaNetSpec], module: str, linears: Linears, hi
 
 
 def _read_by_key_head(part: StatePart[DeltaNetSpec], module: str, linears: Linears, hidden_size: int) -> LinearKernel:
-    """Stored are of each head of keys q, k, and v and z of the heads that it serves; then how much they write and forget."""
+    """Stored are of each head of keys q, k, and v and z of the heads that it serves; then how much they write and
+    forget."""
     whole, spec = part.whole, part.spec
     heads, size = whole.num_heads, whole.conv_size + whole.inner_size
     served = heads // whole.num_key_heads
@@ -244,8 +246,8 @@ def _read_by_key_head(part: StatePart[DeltaNetSpec], module: str, linears: Linea
 
 
 def read_low_ranks(spec: ModelSpec, index: int, low_ranks: LowRanks, shard: Shard) -> dict[str, LowRank]:
-    """Return what an adapter adds to the part `shard` of layer `index`, by the field of Layer: to attention, and to an MLP
-    that is no mixture. Raises ModelError for shapes that differ."""
+    """Return what an adapter adds to the part `shard` of layer `index`, by the field of Layer: to attention, and to an
+    MLP that is no mixture. Raises ModelError for shapes that differ."""
     prefix = f"model.layers.{index}."
     heads, kv_heads = shard.range_of(spec.num_heads), shard.kv_heads(spec.num_kv_heads)
     sizes = [spec.hidden_size], spec.num_heads * spec.head_dim
@@ -275,8 +277,8 @@ def read_sinks(spec: ModelSpec, source: WeightSource, shard: Shard, layers: rang
 def read_head(
     spec: ModelSpec, source: WeightSource, linears: Linears, embedding: Callable[[Tensor], Tensor]
 ) -> LinearKernel:
-    """Return a rank's part of the output head, as large as every other's; `embedding`: as the source gave it. Raises ModelError
-    for a tensor that is missing or differs."""
+    """Return a rank's part of the output head, as large as every other's; `embedding`: as the source gave it. Raises
+    ModelError for a tensor that is missing or differs."""
     vocab_size, hidden = spec.vocab_size, spec.hidden_size
     missing = -vocab_size % linears.shard.degree
     if not spec.tied:

@@ -56,8 +56,8 @@ ARCHITECTURES: dict[str, Callable[[Config], ModelSpec]] = {
 
 
 class TextModel(NamedTuple):
-    """A text model within another: what it is called alone, the `model_type` of its `text_config`, where its tensors stand,
-    and what the config leaves out. What is around it stays unread."""
+    """A text model within another: what it is called alone, the `model_type` of its `text_config`, where its tensors
+    stand, and what the config leaves out. What is around it stays unread."""
 
     architecture: str
     model_type: str

@@ -1,4 +1,5 @@
-"""The loaded library of one tier: the one that the wheel carries, else compiled here and cached by what went into it."""
+"""The loaded library of one tier: the one that the wheel carries, else compiled here and cached by what went into
+it."""
 
 import ctypes
 import fcntl
@@ -109,7 +110,8 @@ def _finish(library: Path) -> None:
 
 
 def _is_whole(path: Path) -> bool:
-    """Return whether the cache has what was built: what lacks a part, as of a copy that broke off, is SIGBUS where it is called."""
+    """Return whether the cache has what was built: what lacks a part, as of a copy that broke off, is SIGBUS where it
+    is called."""
     try:
         found = path.read_bytes()
     except FileNotFoundError:

@@ -1,8 +1,8 @@
 """Compile the .cpp files of this folder to one shared library. Standard library only: setup.py does it without torch.
 
-What multiplies in parallel calls libgomp, and the library does not name it: the process has loaded torch's own before. With a
-second OpenMP runtime in a process the threads of each spin while the other works; clang's, which zig would bring along for
-wheels, is such a second one, so wheels are compiled by gcc too.
+What multiplies in parallel calls libgomp, and the library does not name it: the process has loaded torch's own before.
+With a second OpenMP runtime in a process the threads of each spin while the other works; clang's, which zig would bring
+along for wheels, is such a second one, so wheels are compiled by gcc too.
 """
 
 import os
@@ -21,8 +21,8 @@ WARNINGS = ("-Wall", "-Wextra", "-Wno-maybe-uninitialized", "-Wno-uninitialized"
 
 
 def find() -> list[str] | None:
-    """Return CXX, else g++, its program by its path and behind it the arguments of CXX; None where this machine does not have it,
-    or CXX is no command."""
+    """Return CXX, else g++, its program by its path and behind it the arguments of CXX; None where this machine does
+    not have it, or CXX is no command."""
     try:
         program, *arguments = shlex.split(os.environ.get("CXX") or "g++")
     except ValueError:  # blank, or a quote that does not end

@@ -27,8 +27,8 @@ class SentAdapters:
         self._gone: deque[int] = deque()
 
     def news(self, batch: ForwardBatch) -> Iterator[tuple[int, Tensor]]:
-        """Yield what is to be told before a step: the number of each adapter that is new, with its files as uint8, and of
-        each that has gone, with nothing."""
+        """Yield what is to be told before a step: the number of each adapter that is new, with its files as uint8, and
+        of each that has gone, with nothing."""
         while self._gone:
             yield self._gone.popleft(), torch.empty(0, dtype=torch.uint8)
         for rows in batch.adapters:

@@ -13,8 +13,8 @@ BLOCK = 1024
 
 
 def add_ranks(parts: Tensor, dtype: torch.dtype, bias: Tensor | None = None, first: int = 0) -> Tensor:
-    """parts [ranks, elements], contiguous, of 2, 4 or 8 ranks -> their sum [elements] in `dtype`. `bias`: fp32 [size of a
-    row]; the elements are those of rows from element `first` on."""
+    """parts [ranks, elements], contiguous, of 2, 4 or 8 ranks -> their sum [elements] in `dtype`. `bias`: fp32 [size of
+    a row]; the elements are those of rows from element `first` on."""
     num_ranks, count = parts.shape
     out = parts.new_empty(count, dtype=dtype)
     size = 1 if bias is None else len(bias)

@@ -37,8 +37,8 @@ class Collectives:
     shares_memory = True  # ranks write one pool, and native code sums
 
     def __init__(self, memory: memoryview, shard: Shard, fast: bool = False):
-        """`memory`: writable, of num_bytes_for(degree); the library is there. `fast`: what ranks say of a sum is rounded, so
-        that their number shows in its bits."""
+        """`memory`: writable, of num_bytes_for(degree); the library is there. `fast`: what ranks say of a sum is
+        rounded, so that their number shows in its bits."""
         self.shard, self.fast = shard, fast
         self._words = torch.frombuffer(memory, dtype=torch.int32)
         self._ranks = _Ranks(self._words.data_ptr(), shard.rank, shard.degree, CAPACITY, 0, fast)
@@ -64,7 +64,8 @@ class Collectives:
         """Meet the other ranks, once all have their parts of the model: before the first sum."""
 
     def sum(self, part: Tensor, dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
-        """Add the parts [T, size] of all ranks by the tree, in fp32, then `bias`, fp32 [size]: [T, size], rounded once."""
+        """Add the parts [T, size] of all ranks by the tree, in fp32, then `bias`, fp32 [size]: [T, size], rounded
+        once."""
         part, out = part.contiguous(), torch.empty(part.shape, dtype=dtype)
         added = None if bias is None else bias.data_ptr()
         where = (added, KINDS[dtype], out.data_ptr(), torch.get_num_threads())

@@ -80,7 +80,8 @@ def broadcast_step(
     collectives: Collectives, batch: ForwardBatch, adapters: SentAdapters, rows: Tensor | None = None,
     kind: CommandKind = CommandKind.STEP,
 ) -> None:  # fmt: skip
-    """Tell all ranks the inputs of a step, and what is new of `adapters`; `rows` of one that goes on behind another stage."""
+    """Tell all ranks the inputs of a step, and what is new of `adapters`; `rows` of one that goes on behind another
+    stage."""
     for key, data in adapters.news(batch):
         collectives.broadcast(torch.tensor((CommandKind.ADAPTER, len(data), key, 0, 0, 0)))
         collectives.broadcast(data)

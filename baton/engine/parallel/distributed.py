@@ -1,8 +1,8 @@
-"""Sums and gathers of ranks over torch.distributed: NCCL between GPUs, gloo between CPUs. What the first rank tells crosses
-the memory of their host, as among ranks of a CPU.
+"""Sums and gathers of ranks over torch.distributed: NCCL between GPUs, gloo between CPUs. What the first rank tells
+crosses the memory of their host, as among ranks of a CPU.
 
-exact   parts cross in fp32, each element to the rank that adds it by the tree of ranks; rounded sums cross back. Where the GPUs
-        reach each other's memory, in one kernel (peers.py); which of the two, the start decides, and bits are the same
+exact   parts cross in fp32, each element to the rank that adds it by the tree of ranks; rounded sums cross back. Where
+        the GPUs reach each other's memory, in one kernel (peers.py); the start decides, and the bits are the same
 fast    one all-reduce of rounded parts, in the order that the library chooses: by the size of the step, too
 """
 
@@ -19,7 +19,8 @@ from baton.engine.parallel.shard import Shard
 from baton.lines import one_line
 
 JOIN_S = 60.0  # for all ranks to meet, once each has its part of the model; and with gloo for one call
-# Of one call with NCCL: another rank may compile meanwhile, and one that stands still is noticed otherwise (ranks/spawn.py).
+# Of one call with NCCL: another rank may compile meanwhile, and one that stands still is noticed otherwise
+# (ranks/spawn.py).
 CALL_S = 600.0
 
 MakePeerMemory = Callable[[distributed.Store, Shard, torch.device, int], PeerMemory]
@@ -51,9 +52,9 @@ class DistributedCollectives(Collectives):
         _wait(self._device)
 
     def reach(self, num_elements: int, make: MakePeerMemory | None = None) -> None:
-        """From now on add by way of the other GPUs' memory, sums of so many elements at most, if every rank can and both ways
-        give equal bits; else `why_no_peers` says why not. All ranks call it together. `make`: in place of torch's
-        symmetric memory."""
+        """From now on add by way of the other GPUs' memory, sums of so many elements at most, if every rank can and
+        both ways give equal bits; else `why_no_peers` says why not. All ranks call it together. `make`: in place of
+        torch's symmetric memory."""
         why = "" if make is not None else self._out_of_reach()
         if self.least(int(not why)):
             try:
@@ -136,12 +137,13 @@ class DistributedCollectives(Collectives):
 
 
 class StageCollectives(DistributedCollectives):
-    """The end of one stage on a device of its own: `shard` says which of how many. Stages share no layers, so there are no sums; rows go
-    from each stage to the next one, and from the last to the first."""
+    """The end of one stage on a device of its own: `shard` says which of how many. Stages share no layers, so there are
+    no sums; rows go from each stage to the next one, and from the last to the first."""
 
     def join(self) -> None:
         self._group = _meet(self._store, self.shard.rank, self.degree, self._device)
-        # In one order on all stages. A group for each way: of one for both ways a stage could wait for what waits for it.
+        # In one order on all stages. A group for each way: of one for both ways a stage could wait for what waits for
+        # it.
         links = {}
         for link in range(self.degree):
             ends = link, (link + 1) % self.degree

@@ -1,6 +1,6 @@
-"""Sums of ranks whose GPUs reach each other's memory, without a library's collectives: a rank puts its part down in memory that
-all can read; behind a barrier one kernel on each GPU adds 1/N of the elements, by the tree of ranks, and writes the sums to
-all of them; behind a second one they are there."""
+"""Sums of ranks whose GPUs reach each other's memory, without a library's collectives: a rank puts its part down in
+memory that all can read; behind a barrier one kernel on each GPU adds 1/N of the elements, by the tree of ranks, and
+writes the sums to all of them; behind a second one they are there."""
 
 from typing import Protocol
 
@@ -24,7 +24,8 @@ class PeerMemory(Protocol):
 
 
 class SymmetricMemory:
-    """PeerMemory of torch, whose interface is private: raises RuntimeError and AttributeError where it is another one."""
+    """PeerMemory of torch, whose interface is private: raises RuntimeError and AttributeError where it is another
+    one."""
 
     def __init__(self, store: distributed.Store, shard: Shard, device: torch.device, num_bytes: int):
         from torch._C._distributed_c10d import _SymmetricMemory

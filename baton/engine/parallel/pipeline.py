@@ -1,4 +1,5 @@
-"""Both ends of a pipeline: the first stage's, which gives the parts of a step to the stages in turn, and another stage's.
+"""Both ends of a pipeline: the first stage's, which gives the parts of a step to the stages in turn, and another
+stage's.
 
     first stage   [STEP, number of the part, its first row] and the part as of commands.py ──► stage 1
                   ◄── [DONE, number, ns that the stage has waited so far]; the part goes on to stage 2, and so on
@@ -7,9 +8,9 @@
                   [PUT, block, first layer] and its KV of some of the stage's layers ──► one of these
                   [ADAPTER, its number, bytes] and these ──► all stages (adapters.py)
 
-The rows of a step are one tensor [tokens, hidden_size] that each stage changes in place. It is shared memory, or each end
-has its own, and rows follow the message. There is a place for the rows of a step in each stage: parts of several steps may
-be on their way, and all leave in the order in which they came.
+The rows of a step are one tensor [tokens, hidden_size] that each stage changes in place. It is shared memory, or each
+end has its own, and rows follow the message. There is a place for the rows of a step in each stage: parts of several
+steps may be on their way, and all leave in the order in which they came.
 """
 
 import logging
@@ -38,7 +39,8 @@ class PipelineLeader:
     """The first stage's end. `send` and `receive` from one thread."""
 
     def __init__(self, streams: Sequence[RankStream], rows: Tensor):
-        """`streams`: to the other stages, in order; `rows`: [tokens of the largest step, for each stage, hidden_size]."""
+        """`streams`: to the other stages, in order; `rows`: [tokens of the largest step, for each stage,
+        hidden_size]."""
         self.rows, self.degree = rows, 1 + len(streams)
         self._num_inside = 0  # parts that were sent and not received
         self._streams = list(streams)
@@ -50,8 +52,8 @@ class PipelineLeader:
             threading.Thread(target=self._read, args=(index,), name=f"stage {index + 1}", daemon=True).start()
 
     def send(self, number: int, first_row: int, batch: ForwardBatch) -> None:
-        """Give a part of a step, whose adapters are numbers and whose rows are in `rows` from `first_row` on, to the second
-        stage."""
+        """Give a part of a step, whose adapters are numbers and whose rows are in `rows` from `first_row` on, to the
+        second stage."""
         self._give(0, (number, first_row, packed(batch)))
         self._num_inside += 1
 
@@ -141,8 +143,8 @@ class PipelineFollower:
         self._waited_ns = self._number = 0
 
     def receive(self, on_message: Callable[[int, int, int, Tensor], None]) -> tuple[ForwardBatch, Tensor]:
-        """Wait for a part of a step, and return it with its rows as the stage before left them. `on_message` is called with
-        the numbers and the bytes, uint8, of all that comes before it. Raises RankLost."""
+        """Wait for a part of a step, and return it with its rows as the stage before left them. `on_message` is called
+        with the numbers and the bytes, uint8, of all that comes before it. Raises RankLost."""
         begun = time.monotonic_ns()
         message = self._stream.receive()
         while (prefix := _numbers(message, PREFIX).tolist())[0] != STEP:
@@ -169,7 +171,8 @@ class PipelineFollower:
 
 
 def put_message(block: int, first_layer: int, data: Tensor) -> tuple[Bytes, Bytes]:
-    """Return the parts of the message that lets a stage of another host write what KVPool.layers_of_block has returned."""
+    """Return the parts of the message that lets a stage of another host write what KVPool.layers_of_block has
+    returned."""
     return _bytes(torch.tensor((PUT, block, first_layer))), _bytes(data)
 
 

@@ -20,8 +20,8 @@ class Shard:
         return range(min(size, self.rank * each), min(size, (self.rank + 1) * each))
 
     def kv_heads(self, num_kv_heads: int) -> range:
-        """Return the KV heads that this rank's queries read. Where there are fewer than ranks, several ranks have the same
-        one: all write equal bytes."""
+        """Return the KV heads that this rank's queries read. Where there are fewer than ranks, several ranks have the
+        same one: all write equal bytes."""
         if num_kv_heads >= self.degree:
             return self.range_of(num_kv_heads)
         head = self.rank * num_kv_heads // self.degree

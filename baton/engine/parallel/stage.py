@@ -13,7 +13,8 @@ MICRO_BATCHES = 4  # for each stage, at most: of 4 stages 3 of 19 turns are empt
 
 @dataclass(frozen=True, slots=True)
 class PipelineStage:
-    """Consecutive layers. The first stage has the embedding, the final norm and the head as well: rows come back to it."""
+    """Consecutive layers. The first stage has the embedding, the final norm and the head as well: rows come back to
+    it."""
 
     index: int
     layers: range
@@ -39,8 +40,8 @@ def cut_layers(spec: ModelSpec, num_stages: int) -> list[PipelineStage]:
 
 
 def _cut(costs: list[int], count: int) -> list[int]:
-    """Return the ends of `count` runs of costs of which the largest sum is as small as possible. The first run has two at
-    least: what stands before the layers is no stage by itself."""
+    """Return the ends of `count` runs of costs of which the largest sum is as small as possible. The first run has two
+    at least: what stands before the layers is no stage by itself."""
     sums = [0]
     for cost in costs:
         sums.append(sums[-1] + cost)
@@ -69,8 +70,8 @@ def micro_batches(batch: ForwardBatch, num_stages: int) -> list[tuple[int, Forwa
 
 
 def _before_drafts(batch: ForwardBatch, row: int) -> int:
-    """Return a row before which a step can be parted: not among proposals that a state does not take in, as those behind
-    need it as it stands behind the first of them."""
+    """Return a row before which a step can be parted: not among proposals that a state does not take in, as those
+    behind need it as it stands behind the first of them."""
     for seq in batch.seqs:
         end = seq.query_start + seq.query_len
         if seq.state is not None and end - seq.state.num_drafts < row < end:
@@ -79,7 +80,8 @@ def _before_drafts(batch: ForwardBatch, row: int) -> int:
 
 
 def rows_of(batch: ForwardBatch, begin: int, end: int) -> ForwardBatch:
-    """Return rows [begin, end) of a step that is on the host, as a step without logits; the rows before have been computed."""
+    """Return rows [begin, end) of a step that is on the host, as a step without logits; the rows before have been
+    computed."""
     seqs = []
     for seq in batch.seqs:
         first, last = max(seq.query_start, begin), min(seq.query_start + seq.query_len, end)

@@ -1,5 +1,5 @@
-"""Which part of a layer with a state each rank has. Ranks share the state blocks, which have the layout of one rank: each
-reads and writes its own part of them."""
+"""Which part of a layer with a state each rank has. Ranks share the state blocks, which have the layout of one rank:
+each reads and writes its own part of them."""
 
 import math
 from typing import Generic, TypeVar
@@ -13,8 +13,8 @@ Spec = TypeVar("Spec", bound=StateSpec)
 
 
 class StatePart(Generic[Spec]):
-    """Some heads, and what they share with others in their groups: where there are fewer groups than ranks, several ranks
-    have the same one and write equal bytes of it."""
+    """Some heads, and what they share with others in their groups: where there are fewer groups than ranks, several
+    ranks have the same one and write equal bytes of it."""
 
     def __init__(self, whole: Spec, shard: Shard = WHOLE):
         num_heads, num_groups = whole.parts

@@ -1,4 +1,5 @@
-"""A way between the first stage and another one: messages in order, both ways. A transport to other hosts is handed in."""
+"""A way between the first stage and another one: messages in order, both ways. A transport to other hosts is handed
+in."""
 
 import socket
 import struct

@@ -33,7 +33,8 @@ def sum_often(collectives: Collectives, rows: Tensor) -> float:
 
 
 def copy_bytes_per_s(device: torch.device) -> float:
-    """Return what this host copies in a second, on as many threads as the ranks have, or what a GPU copies in its memory."""
+    """Return what this host copies in a second, on as many threads as the ranks have, or what a GPU copies in its
+    memory."""
     source, seconds = torch.ones(COPY_BYTES, dtype=torch.uint8, device=device), []
     target = torch.zeros_like(source)
     _finish(device)

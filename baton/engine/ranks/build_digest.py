@@ -12,6 +12,6 @@ FILES = ("baton/gguf.py", "baton/model_files.py", "baton/protocol.py", "baton/sa
 
 @cache
 def build_digest(packages: Path = PACKAGES) -> str:
-    """Return a digest of the code of CODE and FILES below a folder. A version's number would not do: between two releases what is said
-    among ranks changes, and what they compute."""
+    """Return a digest of the code of CODE and FILES below a folder. A version's number would not do: between two
+    releases what is said among ranks changes, and what they compute."""
     return digest_of(packages, CODE, FILES)[:16]

@@ -1,6 +1,6 @@
-"""One rank as a process of this host: how it is started, what it is told on its stdin, and what it says on its stdout, once:
-that it has its part of the model, or why not. The end of stdin tells it to go. A rank of another host is told and says the
-same over a connection that is handed in."""
+"""One rank as a process of this host: how it is started, what it is told on its stdin, and what it says on its stdout,
+once: that it has its part of the model, or why not. The end of stdin tells it to go. A rank of another host is told and
+says the same over a connection that is handed in."""
 
 import json
 import os

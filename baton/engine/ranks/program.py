@@ -1,5 +1,5 @@
-"""What the program of every rank does, whatever it computes on: it says that it is ready or why not, says often that it runs,
-and leaves with the first rank."""
+"""What the program of every rank does, whatever it computes on: it says that it is ready or why not, says often that it
+runs, and leaves with the first rank."""
 
 import json
 import mmap

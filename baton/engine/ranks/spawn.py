@@ -26,7 +26,8 @@ from baton.engine.ranks.process import Assignment, RankProcess, Ready
 
 START_S = 600.0  # for all ranks to read their parts
 BEAT_S = 0.1
-# Where one waits for a core meanwhile, for a quarter of that time at least: beside many busy processes one was silent for 1.5 s.
+# Where one waits for a core meanwhile, for a quarter of that time at least: beside many busy processes one was silent
+# for 1.5 s.
 MISSED_BEATS_OF_BUSY_HOST = 150
 END_S = 2.0
 
@@ -104,8 +105,8 @@ class RankGroup(Protocol):
 
 
 class Ranks:
-    """All ranks of an engine but its own, which is the first. `wait` once; `close` ends them. From `wait` on a thread watches
-    them: where one has died or stands still every wait for it ends with RankLost."""
+    """All ranks of an engine but its own, which is the first. `wait` once; `close` ends them. From `wait` on a thread
+    watches them: where one has died or stands still every wait for it ends with RankLost."""
 
     def __init__(self, group: RankGroup, processes: Sequence[Rank]):
         self.group = group
@@ -158,8 +159,8 @@ class Ranks:
         return [process.pid for process in self._processes if isinstance(process, RankProcess)]
 
     def wait(self, own: Ready) -> None:
-        """Until every rank has its part of the model; `own`: what the first one has read. Raises ValueError, one line, where
-        one does not get it."""
+        """Until every rank has its part of the model; `own`: what the first one has read. Raises ValueError, one line,
+        where one does not get it."""
         deadline = time.monotonic() + START_S
         self.reports.append(own.weights)
         for rank, process in enumerate(self._processes, 1):
@@ -267,9 +268,9 @@ def start_ranks(
     config: EngineConfig, pool: SharedMemory, stages: Sequence[PipelineStage], sizes: tuple[int, torch.dtype],
     identity: str, joining: Joining | None,
 ) -> Started:  # fmt: skip
-    """Start the ranks of all stages, but for the first rank of the first; `config` is resolved. `joining`: where those of
-    other hosts come from, whose model must be `identity`. `sizes`: elements of a row, and their dtype. Raises ValueError
-    where layers are shared and there is no native library, and where nobody can join."""
+    """Start the ranks of all stages, but for the first rank of the first; `config` is resolved. `joining`: where those
+    of other hosts come from, whose model must be `identity`. `sizes`: elements of a row, and their dtype. Raises
+    ValueError where layers are shared and there is no native library, and where nobody can join."""
     degree, (hidden_size, dtype) = config.tensor_parallel, sizes
     if degree > 1 and native.library() is None:
         raise ValueError(f"tensor_parallel {degree}: needs the native kernels: {native.unavailable()}")

@@ -1,9 +1,10 @@
-"""Gated delta net (arXiv 2412.06464) between its two products: convolution, recurrence, norm, gates. In C++ (native/layers/delta_net.cpp),
-or here in torch.
+"""Gated delta net (arXiv 2412.06464) between its two products: convolution, recurrence, norm, gates. In C++
+(native/layers/delta_net.cpp), or here in torch.
 
-    state = g state       state = state + k (b (v - k state))       y = q state       [key_dim, value_dim] of each head, fp32
+    state = g state       state = state + k (b (v - k state))       y = q state
 
-g is how much is kept, b how much of a key's value is replaced; queries and keys have length one.
+The state of each head is [key_dim, value_dim] in fp32. g is how much is kept, b how much of a key's value is replaced;
+queries and keys have length one.
 """
 
 import ctypes

@@ -57,15 +57,15 @@ class GpuStatePlan:
         return self.num_tokens + self.extra * self.num_seqs
 
     def of_layer(self, layer: int) -> tuple[Tensor, Tensor | None]:
-        """Return the states of a layer of those with one, fp32 [blocks, elements], the first block last, and the inputs of
-        proposals, [blocks, MAX_DRAFT_TOKENS, channels and scalars]."""
+        """Return the states of a layer of those with one, fp32 [blocks, elements], the first block last, and the inputs
+        of proposals, [blocks, MAX_DRAFT_TOKENS, channels and scalars]."""
         drafts = self.states.drafts
         return self.states.blocks[:, layer], None if drafts is None else drafts[:, layer]
 
 
 class GpuMixer(ABC, Generic[Spec]):
-    """One layer, whole. Rows do not depend on what else is in their batch, nor on where chunks of their sequence begin; of
-    one that is not `exact`, on where they begin at multiples of CHUNK."""
+    """One layer, whole. Rows do not depend on what else is in their batch, nor on where chunks of their sequence begin;
+    of one that is not `exact`, on where they begin at multiples of CHUNK."""
 
     _normed_parts = (0, 0)  # of the channels that are brought to length one, and their size
     _query_scale = 1.0
@@ -74,8 +74,8 @@ class GpuMixer(ABC, Generic[Spec]):
         self, spec: Spec, conv_weight: Tensor, conv_bias: Tensor | None, projection: LinearKernel, output: LinearKernel,
         exact: bool,
     ):  # fmt: skip
-        """conv_weight fp32 [taps, channels], conv_bias fp32 [channels], on the device. Not `exact`: prompts go by chunks,
-        where there is such a form."""
+        """conv_weight fp32 [taps, channels], conv_bias fp32 [channels], on the device. Not `exact`: prompts go by
+        chunks, where there is such a form."""
         self.spec, self._exact = spec, exact
         self._conv_weight, self._conv_bias = conv_weight, conv_bias
         self._projection, self._output = projection, output

@@ -70,8 +70,8 @@ class MambaMixer(Mixer[MambaSpec]):
         return zip(rows, *self._select(torch.stack(rows)), strict=True)
 
     def _select(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Convolved rows fp32 [T, inner] -> steps [T, inner], what is written and what is read [T, state_size]. Rows do not
-        depend on each other."""
+        """Convolved rows fp32 [T, inner] -> steps [T, inner], what is written and what is read [T, state_size]. Rows do
+        not depend on each other."""
         spec, own = self.spec, self._parameters
         selected = own.selection(x.to(self._dtype)).float()[:, : sum(spec.selected_sizes)]
         parts = selected.split(spec.selected_sizes, dim=1)

@@ -1,5 +1,5 @@
-"""What layers with a state have in common: a product before and one behind, and between them a fold over the tokens of each
-sequence, in C++ (native/layers) or here in torch: the text to read."""
+"""What layers with a state have in common: a product before and one behind, and between them a fold over the tokens of
+each sequence, in C++ (native/layers) or here in torch: the text to read."""
 
 import ctypes
 from abc import ABC, abstractmethod
@@ -45,7 +45,8 @@ class Mixer(ABC, Generic[Spec]):
             self._call = library.function(function, POINTER, POINTER, INT, POINTER, POINTER, INT, restype=INT)
 
     def _rows(self, inputs: Tensor, scalars: Tensor) -> Iterable[tuple[Tensor, ...]]:
-        """Inputs of the convolution [taps - 1 + T, channels], scalars [T, scalars] -> what `_token` takes of each row."""
+        """Inputs of the convolution [taps - 1 + T, channels], scalars [T, scalars] -> what `_token` takes of each
+        row."""
         return ((inputs[row : row + self.spec.taps], own) for row, own in enumerate(scalars))
 
     @abstractmethod

@@ -1,1 +1,2 @@
-"""Logits to tokens: grammars of constraints, penalties, filters and counter-based noise, on the host or on the device."""
+"""Logits to tokens: grammars of constraints, penalties, filters and counter-based noise, on the host or on the
+device."""

@@ -1,4 +1,5 @@
-"""The grammars of constraints, compiled in a thread of their own: what waits for one waits alone, and tenants take turns."""
+"""The grammars of constraints, compiled in a thread of their own: what waits for one waits alone, and tenants take
+turns."""
 
 import logging
 import time
@@ -36,8 +37,8 @@ class Grammars:
         self._lock = Lock()
 
     def compile(self, constraint: Constraint, tenant: bytes) -> Future[Grammar]:
-        """Return a constraint's grammar, as soon as it is compiled, when it is the tenant's turn; leave it once. The future
-        raises BadConstraint."""
+        """Return a constraint's grammar, as soon as it is compiled, when it is the tenant's turn; leave it once. The
+        future raises BadConstraint."""
         with self._lock:
             grammar = self._kept.get(constraint)
             if grammar is None or grammar.cancelled():
@@ -52,7 +53,8 @@ class Grammars:
             return grammar
 
     def leave(self, grammar: Future[Grammar], tenant: bytes) -> None:
-        """Let go of a grammar: no turn of a tenant is for what it waits for no more, and what nobody waits for is not compiled."""
+        """Let go of a grammar: no turn of a tenant is for what it waits for no more, and what nobody waits for is not
+        compiled."""
         with self._lock:
             num_users = self._num_users[grammar]
             num_users[tenant] -= 1

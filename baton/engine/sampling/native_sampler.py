@@ -46,8 +46,8 @@ def changes_of(row: SampleRow) -> np.ndarray:
 
 
 def native_row(row: SampleRow, changed: np.ndarray, num_changes: int) -> NativeRow:
-    """Return the row as the kernels take it; `changed`, of which `num_changes` tokens count, and its mask have to live as
-    long."""
+    """Return the row as the kernels take it; `changed`, of which `num_changes` tokens count, and its mask have to live
+    as long."""
     params = row.params
     return NativeRow(
         params.temperature, *probability_limits(params), *penalties(params), params.top_k, params.seed & (1 << 64) - 1,

@@ -56,8 +56,8 @@ def sampler_on(device: torch.device) -> Sampler:
 
 
 def packed(kernel: ModuleType, rows: Sequence[SampleRow]) -> tuple[Tensor, int]:
-    """Return int32 on the host, a record for each row and then what it points to, as the kernels read them, and how many
-    rows need their scores kept."""
+    """Return int32 on the host, a record for each row and then what it points to, as the kernels read them, and how
+    many rows need their scores kept."""
     floats, ways, pointers, parts = [], [], [], []
     end, num_slots = len(rows) * kernel.RECORD.value, 0
     for row in rows:

@@ -55,9 +55,9 @@ def changed_tokens(
     banned: frozenset[int],
     seen: int,
 ) -> np.ndarray:
-    """Return what `penalize` changes as kernels/sampling.py reads it, int32 [3 * tokens], of each token: its id, how often it
-    is in the output, with `seen` where the repetition penalty meets it, and the fp32 that is added, as its bits; -inf is a
-    ban."""
+    """Return what `penalize` changes as kernels/sampling.py reads it, int32 [3 * tokens], of each token: its id, how
+    often it is in the output, with `seen` where the repetition penalty meets it, and the fp32 that is added, as its
+    bits; -inf is a ban."""
     output = np.asarray(output_ids, np.int32)
     repeated = output[:0]
     if params.repetition_penalty != 1.0:

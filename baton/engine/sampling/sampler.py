@@ -1,5 +1,5 @@
-"""Logits to tokens. Order: penalties and bias, the mask of a constraint, then greedy, or temperature, filters and Gumbel
-noise.
+"""Logits to tokens. Order: penalties and bias, the mask of a constraint, then greedy, or temperature, filters and
+Gumbel noise.
 
 A row's token is a function of its logits and of (seed, choice, position); it does not depend on the rows beside it.
 """
@@ -59,8 +59,8 @@ def sample_row(
 
 
 def prompt_seen(request: Request) -> np.ndarray:
-    """Return the different tokens of a prompt, found once: in each step 32,768 tokens took 3.5 ms, in which all sequences
-    wait."""
+    """Return the different tokens of a prompt, found once: in each step 32,768 tokens took 3.5 ms, in which all
+    sequences wait."""
     if not request.prompt_seen:
         request.prompt_seen.append(np.unique(np.asarray(request.token_ids[: request.num_prompt_tokens], np.int32)))
     return request.prompt_seen[0]

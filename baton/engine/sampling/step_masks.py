@@ -1,4 +1,5 @@
-"""The tokens that a constraint leaves a sequence in one step: a bit for each, for its last token and for each proposal."""
+"""The tokens that a constraint leaves a sequence in one step: a bit for each, for its last token and for each
+proposal."""
 
 from collections.abc import Set
 from typing import NamedTuple
@@ -22,8 +23,8 @@ class StepMasks(NamedTuple):
 def step_masks(
     vocabulary: Vocabulary, cursor: GrammarCursor, draft_ids: list[int], stop_token_ids: Set[int], num_until_stop: int
 ) -> StepMasks:
-    """Return the masks behind `cursor` and behind each proposal. Stop tokens are drawn where the answer may end, and only
-    there: in the next `num_until_stop` tokens (of min_tokens) only where nothing else may follow."""
+    """Return the masks behind `cursor` and behind each proposal. Stop tokens are drawn where the answer may end, and
+    only there: in the next `num_until_stop` tokens (of min_tokens) only where nothing else may follow."""
     masks = vocabulary.new_masks(1 + len(draft_ids))
     num_good, problem = 0, ""
     for mask, place in zip(masks, [cursor, *cursor.behind(draft_ids)], strict=True):
@@ -34,8 +35,8 @@ def step_masks(
 
 
 def fill_mask(mask: np.ndarray, cursor: GrammarCursor, stop_token_ids: Set[int], is_early: bool) -> str:
-    """Set `mask`, int32 [num_words], to what may follow at `cursor`; stop tokens as in `step_masks`. Return why nothing may,
-    or ""."""
+    """Set `mask`, int32 [num_words], to what may follow at `cursor`; stop tokens as in `step_masks`. Return why nothing
+    may, or ""."""
     if not cursor.fill(mask):
         return cursor.problem
     _set_stops(mask.view(np.uint32), stop_token_ids, cursor.may_end, is_early)

@@ -1,4 +1,5 @@
-"""The door of the engine: which requests may come in, with which promise of blocks, and what other threads may say of them.
+"""The door of the engine: which requests may come in, with which promise of blocks, and what other threads may say of
+them.
 
     admit            a decode worker's credit: its KV comes by set_aside and verify, then start or compute_rest
     submit           prefill and decode here
@@ -72,8 +73,8 @@ class Admission:
             return group.num_cached_tokens
 
     def skip(self, key: Key, num_tokens: int) -> int:
-        """Return the token before which a fetch of [0, num_tokens) has nothing to bring to an admitted key: none that is
-        computed behind them sees what is there. 0 when the key has ended."""
+        """Return the token before which a fetch of [0, num_tokens) has nothing to bring to an admitted key: none that
+        is computed behind them sees what is there. 0 when the key has ended."""
         with self.ledger.lock:
             if (group := self.groups.get(key)) is None:
                 return 0
@@ -96,9 +97,9 @@ class Admission:
             return self._state_refs(group.trunk)
 
     def verify(self, key: Key, upto_token: int) -> int:
-        """Confirm tokens [0, upto_token): whole units enter the prefix cache. Return the first token that is to be computed
-        here still, which may be one before: a part of a block is, and all where a state stands inside of one. LookupError
-        when the key has ended."""
+        """Confirm tokens [0, upto_token): whole units enter the prefix cache. Return the first token that is to be
+        computed here still, which may be one before: a part of a block is, and all where a state stands inside of one.
+        LookupError when the key has ended."""
         with self.ledger.lock:
             return self._happen(key, GroupEvent.VERIFY, upto_token).trunk.num_computed
 
@@ -265,8 +266,8 @@ class Admission:
         return min(most, self.ledger.num_blocks - trunk.num_held(window))
 
     def _find(self, trunk: Sequence) -> list[int]:
-        """Return the blocks of the cached prefix, where the request may read one: all of it for a taker, who says later from
-        where on."""
+        """Return the blocks of the cached prefix, where the request may read one: all of it for a taker, who says later
+        from where on."""
         group = trunk.group
         return self.ledger.find(trunk.hashes, trunk.num_tokens, group.is_for_taker) if group.reads_cache else []
 

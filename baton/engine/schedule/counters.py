@@ -27,8 +27,8 @@ class DraftCounts:
 
 
 class WaitClock:
-    """Count the seconds in which the first sequence that waits had no room, and so those behind it. What one has waited for
-    is what was added meanwhile."""
+    """Count the seconds in which the first sequence that waits had no room, and so those behind it. What one has waited
+    for is what was added meanwhile."""
 
     SLOT, BLOCKS = Waits._fields
 

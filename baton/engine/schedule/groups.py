@@ -58,10 +58,10 @@ class Groups(dict[Key, Group]):
 
 
 class StepEligibility:
-    """What a step may compute behind those in flight: launched, and not read. With one stage a sequence goes on from the
-    token that is being drawn. Where several stages compute, each is to have a step of its own sequences: of those that decode
-    about as many as the others have, who waited longest first. All choices of a group take one turn, as they may end
-    together."""
+    """What a step may compute behind those in flight: launched, and not read. With one stage a sequence goes on from
+    the token that is being drawn. Where several stages compute, each is to have a step of its own sequences: of those
+    that decode about as many as the others have, who waited longest first. All choices of a group take one turn, as
+    they may end together."""
 
     def __init__(
         self, running: Iterable[Sequence] = (), in_flight: Seq[Seq[tuple[Sequence, int, int]]] = (),
@@ -91,8 +91,8 @@ class StepEligibility:
         return seq.group not in self._busy and (seq.remaining > 1 or not seq.group.prefilled)
 
     def may_enter(self, seq: Sequence) -> bool:
-        """Return whether a sequence that waits may enter. What it computes first may be being computed for another: it will
-        be in the cache."""
+        """Return whether a sequence that waits may enter. What it computes first may be being computed for another: it
+        will be in the cache."""
         place = seq.num_computed // SPAN_TOKENS
         name = seq.hashes[place : place + 1]
         is_coming = bool(name) and any(
@@ -114,8 +114,8 @@ class StepEligibility:
 def fork(
     trunk: Sequence, first_tokens: list[FirstToken], ledger: Ledger, block_size: int, copies: Copies
 ) -> list[Sequence]:
-    """Make a prompt the first of its live choices (at least one), each with its first token; return the others. They share the
-    full blocks; the tail is copied."""
+    """Make a prompt the first of its live choices (at least one), each with its first token; return the others. They
+    share the full blocks; the tail is copied."""
     group, prompt = trunk.group, list(trunk.token_ids)
     others = [
         Sequence(group, first.choice, [*prompt, first.token_id], list(trunk.hashes)) for first in first_tokens[1:]

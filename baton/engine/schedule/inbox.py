@@ -76,8 +76,8 @@ class Inbox:
 
     @property
     def address(self) -> int:
-        """Return the address of an int32 that is not 0 from a ring until the next `drain`: native code that computes several
-        steps looks at it."""
+        """Return the address of an int32 that is not 0 from a ring until the next `drain`: native code that computes
+        several steps looks at it."""
         return ctypes.addressof(self._rung)
 
     def drain(self) -> Iterator[Command]:

@@ -68,8 +68,8 @@ class GroupLifecycle:
                 group.fetch_settled = True
 
     def num_to_grow(self, request: Request) -> int:
-        """Return the blocks beyond the prompt's that are promised: all choices as long as outputs were lately, and a tail for each but
-        the first."""
+        """Return the blocks beyond the prompt's that are promised: all choices as long as outputs were lately, and a
+        tail for each but the first."""
         num_tokens, n = len(request.token_ids), request.sampling.n
         left = self.scheduler.lengths.expected_left(request, num_tokens - request.num_prompt_tokens)
         growth = self.layout.num_blocks(num_tokens + left) - self.layout.num_blocks(num_tokens)
@@ -145,8 +145,8 @@ class GroupLifecycle:
         group.fetch_settled = False
 
     def skip(self, group: Group, num_tokens: int) -> None:
-        """Begin behind what no token behind `num_tokens` sees, in whole units, before anything is set aside. A prompt that a
-        taker will read, or of whose tokens something is asked, or whose blocks stay, is fetched whole."""
+        """Begin behind what no token behind `num_tokens` sees, in whole units, before anything is set aside. A prompt
+        that a taker will read, or of whose tokens something is asked, or whose blocks stay, is fetched whole."""
         trunk, unit = group.trunk, self.ledger.cache.blocks_per_unit
         num_outside = self.ledger.window.num_outside(min(num_tokens, trunk.num_tokens - 1)) // unit * unit
         if group.is_for_taker or not group.reads_cache or len(trunk.block_ids) > group.num_owned:
@@ -299,7 +299,8 @@ class GroupLifecycle:
         self._give_back_fetching(group)
         cache = self.ledger.cache
         is_past = trunk.recurrent.is_ready and trunk.num_computed >= trunk.num_tokens
-        # The last token is computed again: where its unit has a name, others may look at it, and all of it is read anew.
+        # The last token is computed again: where its unit has a name, others may look at it, and all of it is read
+        # anew.
         is_named = trunk.num_sealed * cache.unit_tokens >= trunk.num_tokens
         again = cache.unit_tokens if is_named else 1
         trunk.num_computed = min(trunk.num_computed, trunk.num_tokens - again)

@@ -4,11 +4,12 @@
     running   prefill    the rest of the step's tokens, in chunks that end on spans except the last
     waiting ──┘          enters in order as far as sequences and blocks allow
 
-The order is priority, then arrival, then choice. A sequence that is preempted gives its blocks back (whole units stay in the
-cache) and keeps its token record; it waits in its old place and continues by a prefix hit, recomputing what was evicted.
+The order is priority, then arrival, then choice. A sequence that is preempted gives its blocks back (whole units stay
+in the cache) and keeps its token record; it waits in its old place and continues by a prefix hit, recomputing what was
+evicted.
 
-The order is among the sequences of one tenant. Tenants take turns to have their prompts read and to enter, and where one
-waits that has less than its part of the sequences or blocks, what others have beyond theirs is preempted. No tenant
+The order is among the sequences of one tenant. Tenants take turns to have their prompts read and to enter, and where
+one waits that has less than its part of the sequences or blocks, what others have beyond theirs is preempted. No tenant
 preempts one that holds less than itself.
 """
 
@@ -94,8 +95,8 @@ class Scheduler:
                 self._tenants -= Counter((seq.group.tenant,))
 
     def schedule(self, num_stages: int = 1) -> list[Slice]:
-        """Return the next step's slices; none when nothing can run. Where `num_stages` compute at a time sequences take turns,
-        and chunks beside those that decode are short: these wait for the chunks of all steps."""
+        """Return the next step's slices; none when nothing can run. Where `num_stages` compute at a time sequences take
+        turns, and chunks beside those that decode are short: these wait for the chunks of all steps."""
         batch: list[Slice] = []
         self._held = by_tenant(self._all, self.shares.stocks[0].num_of) if len(self._tenants) > 1 else {}
         self._make_way()
@@ -105,9 +106,9 @@ class Scheduler:
         return batch
 
     def follow(self, in_flight: list[list[Slice]], num_stages: int = 1) -> list[Slice]:
-        """The step behind those `in_flight`, which are being computed; none where it would take blocks from a sequence, or
-        where tenants share and a prompt is to be read: both are decided with nothing in flight. With one stage a sequence
-        goes on from the token that is being drawn, with more of them others take their turn."""
+        """The step behind those `in_flight`, which are being computed; none where it would take blocks from a sequence,
+        or where tenants share and a prompt is to be read: both are decided with nothing in flight. With one stage a
+        sequence goes on from the token that is being drawn, with more of them others take their turn."""
         if not self._may_follow():
             return []
         batch: list[Slice] = []
@@ -301,7 +302,8 @@ class Scheduler:
         return None
 
     def _extend_prefix(self, seq: Sequence) -> None:
-        """Units that came into the cache since the sequence was admitted, or that are left of it since it was preempted."""
+        """Units that came into the cache since the sequence was admitted, or that are left of it since it was
+        preempted."""
         if seq.group.is_for_taker or seq.num_computed != len(seq.block_ids) * self.layout.block_size:
             return
         if not seq.group.reads_cache or seq.recurrent.is_ready:
@@ -342,8 +344,8 @@ class Scheduler:
         return first_below(self._part(len(self._tenants)), self.running, self.waiting)
 
     def _make_way(self) -> None:
-        """Preempt sequences of tenants above their part, for tenants below theirs that wait here or for admission: a slot
-        for each, and the blocks that it lacks. Called before the step is chosen: what is in it stays."""
+        """Preempt sequences of tenants above their part, for tenants below theirs that wait here or for admission: a
+        slot for each, and the blocks that it lacks. Called before the step is chosen: what is in it stays."""
         if not (self._held or self.shares.is_short):
             return
         with self.ledger.lock:
@@ -363,8 +365,9 @@ class Scheduler:
                 self.preempt(seq)
 
     def _leaves_owed(self, seq: Sequence) -> bool:
-        """Return whether a waiting sequence may take what it lacks beside what others are owed. If not, what its tenant has
-        waiting like it holds nothing: these could go on no more than it, and their blocks may be all that is owed."""
+        """Return whether a waiting sequence may take what it lacks beside what others are owed. If not, what its tenant
+        has waiting like it holds nothing: these could go on no more than it, and their blocks may be all that is
+        owed."""
         if not self.shares.is_short:
             return True
         with self.ledger.lock:
@@ -381,7 +384,7 @@ class Scheduler:
     # ---- choices ----
 
     def fork(self, trunk: Sequence, first_tokens: list[FirstToken]) -> None:
-        """Fork the prompt into its live choices (at least one), each with its first token. A choice that finds no block for
-        its tail starts preempted."""
+        """Fork the prompt into its live choices (at least one), each with its first token. A choice that finds no block
+        for its tail starts preempted."""
         for seq in fork(trunk, first_tokens, self.ledger, self.layout.block_size, self.copies):
             self.add(seq)

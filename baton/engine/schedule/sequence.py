@@ -54,7 +54,7 @@ class Sequence:
         self.hashes = hashes  # of the full spans, as far as they are named yet
         self.num_computed = 0
         self.block_ids: list[int] = []
-        # leading blocks outside every window: unless Window.is_part they were given back, and block_ids repeats the next one there
+        # leading blocks outside every window; given back unless Window.is_part, block_ids repeats the next one there
         self.num_outside = 0
         self.leaving: list[int] = []  # blocks that are outside since its last step, and still its own
         self.reserve = 0  # blocks promised to it by the ledger and not yet taken
@@ -154,8 +154,8 @@ class Sequence:
             self.reserve, self.num_computed, self.num_sealed = 0, 0, 0
 
     def pass_over(self, num_outside: int, window: Window) -> None:
-        """Put the first block that is still seen in the places of all before it, where they do not stay: what gathers all of them
-        before it looks reads its own memory there."""
+        """Put the first block that is still seen in the places of all before it, where they do not stay: what gathers
+        all of them before it looks reads its own memory there."""
         self.num_outside = num_outside
         if not window.is_part:
             self.block_ids[:num_outside] = self.block_ids[num_outside : num_outside + 1] * num_outside
@@ -170,8 +170,8 @@ class Sequence:
         self.num_computed = self.num_sealed * ledger.cache.unit_tokens
 
     def leave_window(self, ledger: Ledger) -> None:
-        """Give back what left its table with its last step, and take out of it what no token to come sees and is named: a
-        step that was launched since may have that in its own. What is leased stays whole."""
+        """Give back what left its table with its last step, and take out of it what no token to come sees and is named:
+        a step that was launched since may have that in its own. What is leased stays whole."""
         if ledger.window.num_positions is None or self.group.is_for_taker:
             return
         if self.leaving:
@@ -185,8 +185,8 @@ class Sequence:
             self.pass_over(num_outside, ledger.window)
 
     def share_prompt(self, other: "Sequence", ledger: Ledger, block_size: int, copies: "Copies") -> None:
-        """Give another choice the blocks of the prompt: full ones are shared, the tail is copied, and so is the state. It
-        gets none where there is no block for its own."""
+        """Give another choice the blocks of the prompt: full ones are shared, the tail is copied, and so is the state.
+        It gets none where there is no block for its own."""
         num_full, tail = divmod(self.num_computed, block_size)
         if not self.recurrent.fork(other.recurrent, ledger.states, copies.state):
             return
@@ -223,8 +223,8 @@ class Sequence:
     def note_computed(
         self, begin: int, end: int, ledger: Ledger, step: int, copies: "Copies", goes_on: bool = False
     ) -> None:  # fmt: skip
-        """Its tokens [begin, end) are computed: name what is whole, keep the state where one is kept, and let go of what is
-        not seen any more. `goes_on`: a step that was launched since computes more of it."""
+        """Its tokens [begin, end) are computed: name what is whole, keep the state where one is kept, and let go of
+        what is not seen any more. `goes_on`: a step that was launched since computes more of it."""
         self.num_computed = end
         self.seal(ledger)
         self.recurrent.num_pending = 0

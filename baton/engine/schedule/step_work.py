@@ -1,5 +1,5 @@
-"""What steps draw, and their work, counted from their slices: how often weights are read, how much is computed; tokens a
-second."""
+"""What steps draw, and their work, counted from their slices: how often weights are read, how much is computed; tokens
+a second."""
 
 import time
 from collections import deque

@@ -1,7 +1,7 @@
 """Count what the tenants of one engine hold, and bound what each may take more. A lone tenant may have everything. One
 with less than its part finds room where others have taken it all, and is owed the blocks that it lacks: sequences of
-tenants above their part are preempted for it (scheduler.py), and while it asks for them none above its part takes them again. What waits
-in the loop for blocks is not passed by new requests of its tenant: these leave what it lacks."""
+tenants above their part are preempted for it (scheduler.py), and while it asks for them none above its part takes them
+again. What waits in the loop for blocks is not passed by new requests of its tenant: these leave what it lacks."""
 
 import time
 from collections import Counter
@@ -72,8 +72,8 @@ def by_tenant(seqs: Iterable[Sequence], num_of: Callable[[Sequence], int]) -> Co
 
 
 def last_above(part: int, seqs: Collection[Sequence], num_of: Callable[[Sequence], int]) -> Sequence | None:
-    """Return the last in order of those with anything of the tenant with most, if that is more than its part. A held prefill
-    is none of them."""
+    """Return the last in order of those with anything of the tenant with most, if that is more than its part. A held
+    prefill is none of them."""
     tenant, amount = max(by_tenant(seqs, num_of).items(), key=lambda entry: entry[1], default=(b"", 0))
     theirs = [seq for seq in seqs if seq.group.tenant == tenant and num_of(seq) and not seq.group.is_for_taker]
     return max(theirs, key=lambda seq: seq.order_key) if amount > part and theirs else None
@@ -120,8 +120,8 @@ class Shares:
         return self._has_room(request, most, num_taken, own, num_tokens)
 
     def has_blocks(self, request: Request, more: Amounts) -> bool:
-        """Return whether a new request may take `more`: it leaves what a sequence of its tenant that waits before it lacks and,
-        beyond its tenant's part, what others are owed, and a few."""
+        """Return whether a new request may take `more`: it leaves what a sequence of its tenant that waits before it
+        lacks and, beyond its tenant's part, what others are owed, and a few."""
         tenant = request.tenant_mark
         if not self._leaves(self._awaited_before(request), more):
             return False
@@ -129,8 +129,8 @@ class Shares:
         return self._leaves(left, more) or self._is_part(tenant, more)
 
     def may_take(self, tenant: bytes, more: Amounts) -> bool:
-        """Return whether a sequence that waits in the loop may take `more`, cached blocks too. What was preempted for others
-        leaves them what they are owed: here a tenant has no more than its part, also with its first."""
+        """Return whether a sequence that waits in the loop may take `more`, cached blocks too. What was preempted for
+        others leaves them what they are owed: here a tenant has no more than its part, also with its first."""
         if self._leaves(self._owed_beside(tenant), more):
             return True
         held = self._held()
@@ -195,8 +195,8 @@ class Shares:
         return Amounts(sum(lacked.blocks for lacked in others), sum(lacked.states for lacked in others))
 
     def _awaited_before(self, request: Request) -> Amounts:
-        """Return what a sequence of its tenant lacks that is before it in order. One that is more than the tenant's part has to
-        wait until others end: nothing is kept for it."""
+        """Return what a sequence of its tenant lacks that is before it in order. One that is more than the tenant's
+        part has to wait until others end: nothing is kept for it."""
         wait = self._waits.get(request.tenant_mark)
         if wait is None or wait.seq.group.request.priority < request.priority:
             return Amounts()
@@ -205,8 +205,8 @@ class Shares:
         return wait.lacked if is_part else Amounts()
 
     def _leaves(self, left: Amounts, more: Amounts) -> bool:
-        """Return whether taking `more` leaves `left` available, of each kind; one of which nothing is to be left, or nothing
-        taken, is not checked."""
+        """Return whether taking `more` leaves `left` available, of each kind; one of which nothing is to be left, or
+        nothing taken, is not checked."""
         return all(
             not kept or num <= 0 or stock.ledger.num_available >= num + kept
             for stock, kept, num in zip(self.stocks, left, more, strict=False)

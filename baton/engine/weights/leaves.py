@@ -54,9 +54,9 @@ def combined(parts: Sequence[Tensor]) -> Tensor:
 
 
 def inputs_of(weight: Weight, rank: int, degree: int) -> Weight:
-    """Return the inputs [rank * in / degree, (rank + 1) * in / degree) of a weight in its form, as stored: where that is
-    another order than the model's, the part takes its inputs as `order_of` names them. `degree` divides the leaves of
-    the weight."""
+    """Return the inputs [rank * in / degree, (rank + 1) * in / degree) of a weight in its form, as stored: where that
+    is another order than the model's, the part takes its inputs as `order_of` names them. `degree` divides the leaves
+    of the weight."""
     size = weight.shape[1] // degree
     begin = rank * size
     if isinstance(weight, IntWeight):

@@ -12,7 +12,8 @@ FP8_MAX = torch.finfo(torch.float8_e4m3fn).max  # 448
 
 
 def round_symmetric(weight: Tensor, bits: int, group: int | None = None, activations: str = "none") -> IntWeight:
-    """Round a weight [out, in]: q = round(w / s) with s = max |w| / (2 ** (bits - 1) - 1) per row and group of inputs (None: the whole row)."""
+    """Round a weight [out, in]: q = round(w / s) with s = max |w| / (2 ** (bits - 1) - 1) per row and group of inputs
+    (None: the whole row)."""
     grouped = _grouped(weight, group)
     largest = 2 ** (bits - 1) - 1
     scales = grouped.abs().amax(dim=2) / largest

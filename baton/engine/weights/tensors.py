@@ -64,7 +64,8 @@ class Weights:
         return name in self and self._view(name).get_dtype() in STORED_FLOATS
 
     def kind(self, module: str) -> tuple[tuple[str, str, tuple[int, ...]], ...]:
-        """Return the tensors of a module: the last part of each one's name, its type as safetensors spells it, its shape."""
+        """Return the tensors of a module: the last part of each one's name, its type as safetensors spells it, its
+        shape."""
         views = ((name.rpartition(".")[2], self._view(name)) for name in self._by_module.get(module, ()))
         return tuple((last, view.get_dtype(), tuple(view.get_shape())) for last, view in views)
 
@@ -132,8 +133,8 @@ class Weights:
 
 
 def check_finite(tensor: Tensor, path: Path, name: str) -> None:
-    """Raise ModelError where a tensor of floats has a value that is none: all answers would be one token. At the pace of memory,
-    which `isfinite` is far from."""
+    """Raise ModelError where a tensor of floats has a value that is none: all answers would be one token. At the pace
+    of memory, which `isfinite` is far from."""
     if tensor.dtype in FLOATS and tensor.numel() and not all(map(math.isfinite, tensor.aminmax())):
         raise ModelError(f"{path}: tensor {name} holds values that are NaN or infinite")
 

@@ -10,8 +10,8 @@ NAN = math.nan
 
 
 class FleetCounters(NamedTuple):
-    """Of the last minute or so; `starting` are workers that do not serve yet, or have served for so short a time that what
-    they show is their start. Ratios: seconds that prompts and tokens took, over what the model said of them."""
+    """Of the last minute or so; `starting` are workers that do not serve yet, or have served for so short a time that
+    what they show is their start. Ratios: seconds that prompts and tokens took, over what the model said of them."""
 
     at_s: float
     requests_per_s: float

@@ -1,4 +1,5 @@
-"""A dry run: a day of load, generated or of a trace, the scaler's decisions over it, and the least that could have served it."""
+"""A dry run: a day of load, generated or of a trace, the scaler's decisions over it, and the least that could have
+served it."""
 
 import math
 import random
@@ -23,8 +24,9 @@ class LoadMinute(NamedTuple):
 
 
 class DayResult(NamedTuple):
-    """Worker-hours of the scaler and of an oracle that knows each minute before it comes and needs no time to start workers;
-    the share of requests that found too few workers; and the number of workers of each role, minute by minute."""
+    """Worker-hours of the scaler and of an oracle that knows each minute before it comes and needs no time to start
+    workers; the share of requests that found too few workers; and the number of workers of each role, minute by
+    minute."""
 
     hours: float
     oracle_hours: float
@@ -36,8 +38,8 @@ class DayResult(NamedTuple):
 
 
 def generated_day(seed: int, busiest_rate: float, prompt_tokens: float, output_tokens: float) -> list[LoadMinute]:
-    """Return a day: quiet at night, a hump before noon and one in the evening, noise that lasts some minutes, a burst now and
-    then, and prompts that grow longer in working hours."""
+    """Return a day: quiet at night, a hump before noon and one in the evening, noise that lasts some minutes, a burst
+    now and then, and prompts that grow longer in working hours."""
     rng, noise, burst = random.Random(seed), 0.0, 0.0
     found: list[LoadMinute] = []
     for minute in range(MINUTES):
@@ -73,8 +75,8 @@ def minutes_of(entries: Sequence[TraceEntry]) -> list[LoadMinute]:
 def run_day(
     day: Sequence[LoadMinute], model: LoadModel, scaler: Scaler, bounds: ScalerBounds, start_s: float
 ) -> DayResult:
-    """Let the scaler decide each minute by what it saw in the last; workers serve `start_s` after the decision, drained ones go
-    at once. A request is missed where the workers that serve are busier than MOST_BUSY."""
+    """Let the scaler decide each minute by what it saw in the last; workers serve `start_s` after the decision, drained
+    ones go at once. A request is missed where the workers that serve are busier than MOST_BUSY."""
     serving = needed_workers(day[0], model, bounds)
     starting: list[tuple[float, str]] = []
     workers: dict[str, list[int]] = {role: [] for role in ROLES}

@@ -1,4 +1,5 @@
-"""One leader among scalers: a name in Redis that expires. Whoever holds it decides; without Redis' answer nobody does."""
+"""One leader among scalers: a name in Redis that expires. Whoever holds it decides; without Redis' answer nobody
+does."""
 
 import logging
 

@@ -84,8 +84,8 @@ class FleetWatch:
         )
 
     def with_placed(self, seen: FleetCounters, placed: Iterable[Placed]) -> FleetCounters:
-        """Return the counters, with those that no gateway knows of yet among the workers that start: one registers, or has its
-        address in the DNS, only with its model loaded."""
+        """Return the counters, with those that no gateway knows of yet among the workers that start: one registers, or
+        has its address in the DNS, only with its model loaded."""
         unknown = Counter(worker.role for worker in placed if worker.address not in self._known)
         return seen._replace(starting={role: seen.starting[role] + unknown[role] for role in ROLES})
 
@@ -131,22 +131,24 @@ class FleetWatch:
 
 
 def dtypes_of(looks: Iterable[GatewayLook]) -> tuple[str, str] | None:
-    """Return in which dtype most workers compute and in which form they keep KV, as they say; None: none has said it."""
+    """Return in which dtype most workers compute and in which form they keep KV, as they say; None: none has said
+    it."""
     cards = (view.hello.model for look in looks for view in look.workers.workers)
     known = ((card.dtype, card.kv_dtype) for card in cards if card.dtype and card.kv_dtype in KV_FORMS)
     return next((dtypes for dtypes, _ in Counter(known).most_common(1)), None)
 
 
 def device_of(looks: Iterable[GatewayLook]) -> str:
-    """Return what computes in most workers that say it, in the words of one of them: a GPU, or a CPU; "": none says it."""
+    """Return what computes in most workers that say it, in the words of one of them: a GPU, or a CPU; "": none says
+    it."""
     devices = [view.hello.model.device for look in looks for view in look.workers.workers]
     gpus, cpus = ([name for name in devices if name and names_gpu(name) == is_gpu] for is_gpu in (True, False))
     return next(iter(max(gpus, cpus, key=len)), "")
 
 
 def _since(before: pb.ListRequestsResponse, now: pb.ListRequestsResponse) -> tuple[float, float, float, float]:
-    """Return the requests that came, refused ones too, those that were answered, and the tokens read and written: of the
-    length of others nobody knows. A gateway that began again counts from its start."""
+    """Return the requests that came, refused ones too, those that were answered, and the tokens read and written: of
+    the length of others nobody knows. A gateway that began again counts from its start."""
     began_again = now.num_ended < before.num_ended or now.uptime_s < before.uptime_s
     base = pb.ListRequestsResponse() if began_again else before
     num = now.num_ended - base.num_ended + now.num_running - base.num_running

@@ -23,7 +23,8 @@ Look = Callable[[], Awaitable[Mapping[str, GatewayLook | None]]]
 
 
 class Performer(Protocol):
-    """What carries changes out. Each change returns when it is begun; what it failed at is tried again in the next minute."""
+    """What carries changes out. Each change returns when it is begun; what it failed at is tried again in the next
+    minute."""
 
     async def placed(self) -> list[Placed]:
         """Return the workers that it has started and keeps, those that load their model among them."""
@@ -61,8 +62,8 @@ class ScalerLoop:
                 await self._lease.release()
 
     async def turn(self, leads: bool = True) -> ScaleDecision | None:
-        """Look once; where this one `leads`, decide. Those that follow keep their counters, so that one of them can lead at
-        once."""
+        """Look once; where this one `leads`, decide. Those that follow keep their counters, so that one of them can
+        lead at once."""
         seen = await self._seen()
         if seen is None:
             return None
@@ -97,9 +98,9 @@ class ScalerLoop:
 
 
 async def _perform(performer: Performer, change: ScaleChange, leaving: Iterator[WorkerLoad]) -> None:
-    """`leaving`: the role's workers, the first to go first, without those that were asked for another change. What fails is told
-    and done without: a worker that cannot be reached holds up no other. One that should change its role may have gone when that
-    failed, so that no other is asked in its place."""
+    """`leaving`: the role's workers, the first to go first, without those that were asked for another change. What
+    fails is told and done without: a worker that cannot be reached holds up no other. One that should change its role
+    may have gone when that failed, so that no other is asked in its place."""
     if change.kind == "start":
         await _succeeds(performer.start(change.role, change.number), change.words)
         return

@@ -4,9 +4,9 @@
     down    what came at most in the last minutes is less than the survivors hold, and no worker was added lately
     else    as it is: between the two bounds lies a gap, so that a load at a boundary moves nothing
 
-Latencies are not steered by: a queue, or tokens that come too slowly in p95, add a worker where the model says that there is room, once
-for each time that a worker takes to start, and only while the role is busy; so a latency that no number of workers mends adds none without
-end.
+Latencies are not steered by: a queue, or tokens that come too slowly in p95, add a worker where the model says that
+there is room, once for each time that a worker takes to start, and only while the role is busy; so a latency that no
+number of workers mends adds none without end.
 """
 
 import math
@@ -70,8 +70,8 @@ class ScaleDecision(NamedTuple):
     reasons: dict[str, str]
 
     def changes(self, serving: Mapping[str, int], starting: Mapping[str, int]) -> list["ScaleChange"]:
-        """Return what takes the fleet there: a worker too many of one role becomes one of the other that is missing. None goes for
-        those that start: they may for long."""
+        """Return what takes the fleet there: a worker too many of one role becomes one of the other that is missing.
+        None goes for those that start: they may for long."""
         missing = {role: self.wanted[role] - serving[role] - starting[role] for role in ROLES}
         spare = {role: serving[role] - self.wanted[role] for role in ROLES}
         found: list[ScaleChange] = []
@@ -204,8 +204,8 @@ class Scaler:
         return have, f"{expected:.2f} workers' work"
 
     def _nudge(self, role: str, seen: FleetCounters, have: int) -> None:
-        """Count one more where the role is busy and misses the objective, though the model finds room; take it back once the
-        others would meet it too."""
+        """Count one more where the role is busy and misses the objective, though the model finds room; take it back
+        once the others would meet it too."""
         history = self._roles[role]
         is_busy = history.work[-1][1] > _BUSY * MOST_BUSY * max(1, have)
         waits = is_number(seen.num_waiting) and seen.num_waiting > 0

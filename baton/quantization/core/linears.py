@@ -1,5 +1,5 @@
-"""The linears of any family's layers, as its own reader asks for them. What it reads otherwise stays as it is: routers, what
-latent attention absorbs, convolutions, recurrences."""
+"""The linears of any family's layers, as its own reader asks for them. What it reads otherwise stays as it is: routers,
+what latent attention absorbs, convolutions, recurrences."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -44,8 +44,8 @@ class _Asked(Linears):
 
 
 def linear_shapes(spec: ModelSpec, weights: Weights, index: int) -> dict[str, tuple[int, int]]:
-    """Return [out, in] of every linear of layer `index` by the name of its module. Raises ModelError for what else the layer
-    has, where it is missing or differs."""
+    """Return [out, in] of every linear of layer `index` by the name of its module. Raises ModelError for what else the
+    layer has, where it is missing or differs."""
     source = DenseFormat(weights, torch.float32)
     asked = _Asked(source)
     read_layer(spec, index, source, asked, lambda *of_a_router: _Unmade(), WHOLE)

@@ -1,4 +1,5 @@
-"""A few pages of HTTP for operators, orchestrators and Prometheus: /healthz, /readyz, /metrics and what a process adds."""
+"""A few pages of HTTP for operators, orchestrators and Prometheus: /healthz, /readyz, /metrics and what a process
+adds."""
 
 import asyncio
 import json
@@ -24,8 +25,8 @@ Page = Callable[[Request], Awaitable[Response]]
 
 
 class _SharedPage:
-    """A page that is made once for all who asked before it was, one page in each turn of the event loop: 10,000 that asked at
-    once had kept everything else waiting for a minute."""
+    """A page that is made once for all who asked before it was, one page in each turn of the event loop: 10,000 that
+    asked at once had kept everything else waiting for a minute."""
 
     def __init__(self, page: Page, turn: asyncio.Lock):
         self._page, self._turn = page, turn

@@ -23,7 +23,8 @@ _OPTIONS = (
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.initial_reconnect_backoff_ms", 100),
-    # The time that a connection may take, TLS included: with 100 ms the first call of `baton scale` failed on a busy host.
+    # The time that a connection may take, TLS included: with 100 ms the first call of `baton scale` failed on a busy
+    # host.
     ("grpc.min_reconnect_backoff_ms", 2000),
     ("grpc.max_reconnect_backoff_ms", 2000),
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
@@ -40,8 +41,8 @@ def open_channel(target: str, access: Access = Access(), name: str = GATEWAY_NAM
 
 
 async def connect(channel: grpc.aio.Channel) -> None:
-    """Return once a channel is connected. Raises AioRpcError where it cannot be. For who tries again and again to open a
-    stream: each that is called on a channel which cannot connect leaks 200 to 550 bytes (grpc/grpc#43360)."""
+    """Return once a channel is connected. Raises AioRpcError where it cannot be. For who tries again and again to open
+    a stream: each that is called on a channel which cannot connect leaks 200 to 550 bytes (grpc/grpc#43360)."""
     state = channel.get_state(try_to_connect=True)
     while state is not grpc.ChannelConnectivity.READY:
         if state is grpc.ChannelConnectivity.TRANSIENT_FAILURE:
@@ -61,8 +62,8 @@ async def _raise_failure(channel: grpc.aio.Channel) -> None:
 
 
 def explain_failure(target: str, code: grpc.StatusCode, details: str | None, access: Access) -> str:
-    """Return one line for people about a call to `target` that failed: what to do if nothing listens there or its access is not
-    as the caller's, else the status. Takes up to 4 s."""
+    """Return one line for people about a call to `target` that failed: what to do if nothing listens there or its
+    access is not as the caller's, else the status. Takes up to 4 s."""
     spoken = _probe(target) if code is grpc.StatusCode.UNAVAILABLE else ""
     if spoken == "nothing":
         return f"nothing listens at {target}: is `baton up` running?"
@@ -72,7 +73,8 @@ def explain_failure(target: str, code: grpc.StatusCode, details: str | None, acc
 
 
 def wrong_access(target: str, code: grpc.StatusCode, details: str | None, access: Access) -> tuple[str, str] | None:
-    """Return what of `access` a call to `target` failed by, and what to do; None: by something else. Takes up to 4 s."""
+    """Return what of `access` a call to `target` failed by, and what to do; None: by something else. Takes up to 4
+    s."""
     return _wrong_access(_probe(target) if code is grpc.StatusCode.UNAVAILABLE else "", code, details, access)
 
 
@@ -123,8 +125,8 @@ def _wrong_handshake(details: str, access: Access) -> tuple[str, str] | None:
 
 
 def _probe(target: str) -> str:
-    """Return what is spoken there: TLS, TLS for certificates alone, plain text or nothing; or that it is no address, or of no
-    host that is known."""
+    """Return what is spoken there: TLS, TLS for certificates alone, plain text or nothing; or that it is no address, or
+    of no host that is known."""
     try:
         host_and_port = split_address(target)
     except AddressError:
@@ -146,7 +148,8 @@ def _probe(target: str) -> str:
 
 
 def certificate_end(target: str) -> float | None:
-    """Return when the certificate ends that is shown there, in seconds since 1970; None where none can be read. Takes up to 2 s."""
+    """Return when the certificate ends that is shown there, in seconds since 1970; None where none can be read. Takes
+    up to 2 s."""
     try:
         with (
             socket.create_connection(split_address(target), timeout=_PROBE_S) as sock,

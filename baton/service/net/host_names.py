@@ -1,7 +1,8 @@
 """Names by which HTTP requests may ask this host.
 
 A request must name this host: by an address, by a name of loopback, by what is listened on, or by a name that the
-operator gave. A page from elsewhere, open in an operator's browser, can make its own name lead here, and could read all.
+operator gave. A page from elsewhere, open in an operator's browser, can make its own name lead here, and could read
+all.
 """
 
 import ipaddress

@@ -20,8 +20,8 @@ from baton.service.security.guard import MAX_METADATA_PAIRS
 from baton.service.security.tls import Tls
 from baton.system import num_unacknowledged
 
-# Extensions of a request's scope: what ends the connection at once, and its FlowControl, which says whether what was written
-# waits for room.
+# Extensions of a request's scope: what ends the connection at once, and its FlowControl, which says whether what was
+# written waits for room.
 ABORT, FLOW = "baton.abort", "baton.flow"
 LAST_PART_S = 30.0  # for a client to read the end of an answer
 
@@ -47,8 +47,8 @@ logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
 
 
 class HttpConnection(HttpToolsProtocol):
-    """One connection: its heads are bounded in bytes, entries, time and number, and nobody waits for a client to read its
-    last answer for ever. Silent at first, or amid a head, it is closed."""
+    """One connection: its heads are bounded in bytes, entries, time and number, and nobody waits for a client to read
+    its last answer for ever. Silent at first, or amid a head, it is closed."""
 
     def __init__(self, server: "HttpServer"):
         super().__init__(server.config, server.server_state, {})
@@ -73,8 +73,9 @@ class HttpConnection(HttpToolsProtocol):
 
     @property
     def is_busy(self) -> bool:
-        """Whether a request of it comes or runs, or the end of its last answer is read. Over TLS a client that keeps the connection
-        does not see it end, and leaves it open; and what is unread lies below the transport that is asked here."""
+        """Whether a request of it comes or runs, or the end of its last answer is read. Over TLS a client that keeps
+        the connection does not see it end, and leaves it open; and what is unread lies below the transport that is
+        asked here."""
         if self._has_begun_head or not self.is_idle:
             return True
         if not self.transport.is_closing():
@@ -249,8 +250,8 @@ class HttpConnection(HttpToolsProtocol):
 
 
 class HttpServer(uvicorn.Server):
-    """Serve an application at one address, from `start` to `stop`. Where it has as many connections as it may, a new one
-    takes the place of the one that waits longest for a request; of requests that run none ends."""
+    """Serve an application at one address, from `start` to `stop`. Where it has as many connections as it may, a new
+    one takes the place of the one that waits longest for a request; of requests that run none ends."""
 
     def __init__(
         self,
@@ -301,7 +302,8 @@ class HttpServer(uvicorn.Server):
         self._running = [tasks.start("http accept", self._accept), tasks.start("http date", self._date)]
 
     def drain(self) -> None:
-        """Keep no connection from now on: a client's next request takes a new one, and that may lead to another process."""
+        """Keep no connection from now on: a client's next request takes a new one, and that may lead to another
+        process."""
         self.is_draining = True
         for connection in self._connections:
             connection.drain()

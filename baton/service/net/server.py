@@ -67,11 +67,11 @@ def make_server(
         ("grpc.absolute_max_metadata_size", MAX_METADATA_BYTES),
         ("grpc.max_receive_message_length", max_message_bytes),
         ("grpc.max_send_message_length", -1),  # it has been computed: who receives it has a bound
-        # A message is expanded whole before its length is compared, at 15 ms for 8 KiB that become 8 MiB, on the one thread that
-        # all calls wait for: compressed ones are refused by their head.
+        # A message is expanded whole before its length is compared, at 15 ms for 8 KiB that become 8 MiB, on the one
+        # thread that all calls wait for: compressed ones are refused by their head.
         ("grpc.compression_enabled_algorithms_bitset", 1 << grpc.Compression.NoCompression),
-        # Of more than 1,000 calls that are not taken yet gRPC cancels some, and all that are not taken in 30 s, without a word:
-        # they are for us to refuse.
+        # Of more than 1,000 calls that are not taken yet gRPC cancels some, and all that are not taken in 30 s, without
+        # a word: they are for us to refuse.
         ("grpc.server.max_pending_requests", MAX_PENDING_CALLS),
         ("grpc.server.max_pending_requests_hard_limit", MAX_PENDING_CALLS),
         ("grpc.server_max_unrequested_time_in_server", MAX_PENDING_S),
@@ -193,7 +193,8 @@ def _raise_descriptors() -> None:
 def run(main: Callable[[asyncio.Event], Awaitable[int | None]], *, use_uvloop: bool = False) -> int:
     """Run `main(stop)` to its end and return its exit status (None is 0).
 
-    The first SIGINT or SIGTERM sets `stop`: drain and return. The second one kills the process, unless it has a keeper."""
+    The first SIGINT or SIGTERM sets `stop`: drain and return. The second one kills the process, unless it has a
+    keeper."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))  # prompts are in memory
     _raise_descriptors()
     loop_factory = None
@@ -201,8 +202,9 @@ def run(main: Callable[[asyncio.Event], Awaitable[int | None]], *, use_uvloop: b
         import uvloop
 
         loop_factory = uvloop.new_event_loop
-    # What `main` raises holds calls and channels, in circles, and with them gRPC's thread: alive when the interpreter ends, it
-    # was seen to abort the process ("terminate called without an active exception", 2 of 14 ends on a busy machine).
+    # What `main` raises holds calls and channels, in circles, and with them gRPC's thread: alive when the interpreter
+    # ends, it was seen to abort the process ("terminate called without an active exception", 2 of 14 ends on a busy
+    # machine).
     atexit.register(gc.collect)
     with asyncio.Runner(loop_factory=loop_factory) as runner:
         return runner.run(_with_signals(main)) or 0
@@ -230,7 +232,8 @@ async def _with_signals(main: Callable[[asyncio.Event], Awaitable[int | None]]) 
 
     def on_signal() -> None:
         stop.set()
-        # A signal to all processes of a stack is followed by the keeper's own, which ends what does not drain by SIGKILL.
+        # A signal to all processes of a stack is followed by the keeper's own, which ends what does not drain by
+        # SIGKILL.
         if KEEPER_VARIABLE in os.environ:
             return
         for number in signals:

@@ -1,6 +1,7 @@
 """Name what bounds a run, in one sentence: what requests waited for, and the one lever to try.
 
-A request's time is divided among BOTTLENECKS without a rest (gateway/request/bottlenecks.py), so that shares of many add up.
+A request's time is divided among BOTTLENECKS without a rest (gateway/request/bottlenecks.py), so that shares of many
+add up.
 """
 
 from collections.abc import Mapping
@@ -85,7 +86,8 @@ def bottleneck_of_stack(spent_s: Mapping[str, float], window_s: float, facts: Pr
 
 
 def aware_of_host(bottleneck: Bottleneck, num_cores: int, busy: float) -> Bottleneck:
-    """Add to advice for another worker that it does not help here, where the cores that it would have are `busy`, 0 to 1."""
+    """Add to advice for another worker that it does not help here, where the cores that it would have are `busy`, 0 to
+    1."""
     if bottleneck.name not in _MORE_WORKERS or busy < FULL_HOST:
         return bottleneck
     usage = f"the {num_cores} cores that may be used here are {busy:.0%} busy"

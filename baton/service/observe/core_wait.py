@@ -21,8 +21,8 @@ class CoreWait:
         self._share = 0.0
 
     def share(self) -> float:
-        """Return the share of the time since the last look in which the thread that waited longest for a core did so, 0 to 1;
-        where that was less than a second ago, what it saw. 0 where the system does not tell."""
+        """Return the share of the time since the last look in which the thread that waited longest for a core did so, 0
+        to 1; where that was less than a second ago, what it saw. 0 where the system does not tell."""
         if (at := now()) - self._at >= _LEAST_S:
             times = system.run_and_wait_ns()
             begun = {thread: self._times.get(thread, (0, 0))[1] for thread in times if thread != self._own}
@@ -70,8 +70,8 @@ class EventLoopWatch:
             self._note(late_s, (ran - last_ran) / 1e9, (waited - last_waited) / 1e9)
 
     def _note(self, late_s: float, ran_s: float, waited_s: float) -> None:
-        """Add a tick: it was late, and meanwhile the thread ran and waited for a core. Both happen in turns, so the delay is
-        divided as they are."""
+        """Add a tick: it was late, and meanwhile the thread ran and waited for a core. Both happen in turns, so the
+        delay is divided as they are."""
         wanted_s = ran_s + waited_s
         core_s = min(waited_s, late_s * waited_s / wanted_s) if wanted_s > 0 else 0.0
         old, new = self.delay, LoopDelay(core_s, late_s - core_s)

@@ -24,8 +24,9 @@ class CpuUsage:
         return system.num_cores()
 
     def busy(self) -> float:
-        """Return the busy share since the last look, 0 to 1; where that was less than a second ago, what it saw. 0 where the
-        system does not tell. A quota that was used up in each period is all busy, however idle the host is."""
+        """Return the busy share since the last look, 0 to 1; where that was less than a second ago, what it saw. 0
+        where the system does not tell. A quota that was used up in each period is all busy, however idle the host
+        is."""
         if (at := time.monotonic()) - self._at >= _LEAST_S:
             (idle, total), (throttled, periods) = _ticks(), system.throttled_periods()
             of_host = 1.0 - (idle - self._idle) / (total - self._total) if total > self._total else 0.0

@@ -21,8 +21,8 @@ _sender: _MetricsSender | None = None
 
 def setup(service_name: str, endpoint: str | None = None) -> bool:
     """Send this process's metrics to `endpoint` (default: OTEL_EXPORTER_OTLP_ENDPOINT); False, and off, without one,
-    where OTEL_METRICS_EXPORTER=none says that what listens there takes traces only, or where the certificates for it cannot be
-    read, which is logged."""
+    where OTEL_METRICS_EXPORTER=none says that what listens there takes traces only, or where the certificates for it
+    cannot be read, which is logged."""
     global _sender
     endpoint = endpoint or os.environ.get("OTEL_EXPORTER_OTLP_ENDPOINT")
     shut_down()

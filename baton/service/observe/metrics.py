@@ -1,5 +1,5 @@
-"""Metrics of a process, for Prometheus: families that all carry the label `model_name`, with bounded values. A process that
-serves several models has its families once, and the children of each model under its name."""
+"""Metrics of a process, for Prometheus: families that all carry the label `model_name`, with bounded values. A process
+that serves several models has its families once, and the children of each model under its name."""
 
 import asyncio
 import copy
@@ -82,8 +82,8 @@ class Family(typing.Generic[Child]):
 
 
 class Histogram:
-    """A histogram for one thread: observing takes 0.6 us, one of prometheus_client's 8 with its lock and exemplar, and a
-    request has seventeen of them."""
+    """A histogram for one thread: observing takes 0.6 us, one of prometheus_client's 8 with its lock and exemplar, and
+    a request has seventeen of them."""
 
     def __init__(self, buckets: Sequence[float]):
         self._bounds = tuple(buckets)
@@ -131,8 +131,8 @@ class _Histograms:
 
 
 class Gauge:
-    """`read()` gives one number, None where there is none to show, or a number for each value of its label, or each tuple of several
-    `labels`; one that is `by_model` gives as much for each name of a model."""
+    """`read()` gives one number, None where there is none to show, or a number for each value of its label, or each
+    tuple of several `labels`; one that is `by_model` gives as much for each name of a model."""
 
     def __init__(self, name: str, text: str, read, *labels: str, by_model: bool = False):
         self.name, self.text, self.read, self.labels, self.by_model = name, text, read, labels, by_model
@@ -148,7 +148,8 @@ class Gauge:
 
 
 class Count:
-    """A counter that is kept elsewhere since the object was made: `read()` gives its value for each tuple of `labels`."""
+    """A counter that is kept elsewhere since the object was made: `read()` gives its value for each tuple of
+    `labels`."""
 
     def __init__(self, name: str, text: str, read: Callable[[], Mapping[tuple[str, ...], float]], *labels: str):
         self.name, self.text, self.read, self.labels = name, text, read, labels

@@ -1,7 +1,7 @@
 """Emit the spans of what has ended once a second, and send them every few, in a thread of their own.
 
-Emitted one after another they take a third of the CPU that each takes right behind its request, in caches that hold other
-things (of a gateway 37 us a request in place of 117, exploratory, on an EPYC); and no event loop waits for it."""
+Emitted one after another they take a third of the CPU that each takes right behind its request, in caches that hold
+other things (of a gateway 37 us a request in place of 117, exploratory, on an EPYC); and no event loop waits for it."""
 
 import logging
 import threading
@@ -23,7 +23,8 @@ log = logging.getLogger(__name__)
 
 
 class SpanSender:
-    """Hold what is to be emitted and sent; the oldest is dropped where a collector takes nothing for long, or never takes it.
+    """Hold what is to be emitted and sent; the oldest is dropped where a collector takes nothing for long, or never
+    takes it.
 
     It sends each `interval_s`, and sooner where a batch is full; less often where the collector takes nothing."""
 

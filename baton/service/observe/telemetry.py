@@ -98,8 +98,9 @@ _sender: SpanSender | None = None
 
 
 def setup(service_name: str, endpoint: str | None = None) -> bool:
-    """Send this process's spans to `endpoint` (default: OTEL_EXPORTER_OTLP_ENDPOINT); False, and off, without one, or where
-    the certificates for it cannot be read, which is logged. What is queued at exit is flushed within 5 s, or dropped when the collector is dead."""
+    """Send this process's spans to `endpoint` (default: OTEL_EXPORTER_OTLP_ENDPOINT); False, and off, without one, or
+    where the certificates for it cannot be read, which is logged. What is queued at exit is flushed within 5 s, or
+    dropped when the collector is dead."""
     global _sender
     endpoint = endpoint or os.environ.get("OTEL_EXPORTER_OTLP_ENDPOINT")
     shut_down()
@@ -142,8 +143,8 @@ def enabled() -> bool:
 
 
 def emit_later(emit: Callable[..., object], *args: object) -> None:
-    """Call `emit(*args)`, which emits spans of what has ended, within a second, in the thread that sends them. Nothing it
-    reads may change any more."""
+    """Call `emit(*args)`, which emits spans of what has ended, within a second, in the thread that sends them. Nothing
+    it reads may change any more."""
     if _sender:
         _sender.emit_later(emit, *args)
 

@@ -71,8 +71,8 @@ class Access:
         return None if self.api_key_file is None else self.api_key_file.read_text().strip()
 
     def for_client(self) -> dict[str, Any]:
-        """Return the arguments of a baton.client that say as whom it comes: of each attempt by the key as it is then. Raises
-        OSError."""
+        """Return the arguments of a baton.client that say as whom it comes: of each attempt by the key as it is then.
+        Raises OSError."""
         return {
             "api_key": None if self.api_key_file is None else _KeyFile(self.api_key_file),
             "tls_ca": self.tls_ca,

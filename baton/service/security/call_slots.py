@@ -142,8 +142,9 @@ class CallSlot:
         self._is_left = False
 
     async def first(self, read: Callable[[], Awaitable[T]]) -> T:
-        """Return the first message, as `read()` does. Raises DeadlineExceeded where it does not come in time, Overloaded where
-        another call has taken the slot meanwhile, InvalidRequest where there is none (StopAsyncIteration)."""
+        """Return the first message, as `read()` does. Raises DeadlineExceeded where it does not come in time,
+        Overloaded where another call has taken the slot meanwhile, InvalidRequest where there is none
+        (StopAsyncIteration)."""
         if self._error is not None:
             raise self._error
         self._task = task = asyncio.current_task()

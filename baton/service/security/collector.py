@@ -1,4 +1,5 @@
-"""How exporters of spans and metrics reach a collector: what they show it and trust of it, by OpenTelemetry's variables."""
+"""How exporters of spans and metrics reach a collector: what they show it and trust of it, by OpenTelemetry's
+variables."""
 
 import os
 from pathlib import Path
@@ -12,9 +13,9 @@ def is_insecure(endpoint: str) -> bool:
 
 
 def collector_credentials(endpoint: str, signal: Literal["TRACES", "METRICS"]) -> grpc.ChannelCredentials | None:
-    """Return those of the exporter of `signal`, by the variables of this signal where these name a certificate, else by those of
-    all; None where `endpoint` takes none. Raises ValueError where a variable names no file, or half a pair: of that gRPC ends the
-    process, and OpenTelemetry's exporters leave out what they cannot read."""
+    """Return those of the exporter of `signal`, by the variables of this signal where these name a certificate, else by
+    those of all; None where `endpoint` takes none. Raises ValueError where a variable names no file, or half a pair: of
+    that gRPC ends the process, and OpenTelemetry's exporters leave out what they cannot read."""
     if is_insecure(endpoint):
         return None
     prefix = "OTEL_EXPORTER_OTLP_"

@@ -13,7 +13,8 @@
     tenant_claim = "tenant"              # optional, this is the default
 
 A key is 256 random bits, so one round of SHA-256 is enough: slow hashes are for what people think up, and would cost
-every request 50 ms. The file, and the issuer's, are read again when one has changed; one that cannot be read changes nothing.
+every request 50 ms. The file, and the issuer's, are read again when one has changed; one that cannot be read changes
+nothing.
 """
 
 import datetime

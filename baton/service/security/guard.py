@@ -102,8 +102,8 @@ class Guard(grpc.aio.ServerInterceptor):
         return handler and self._guarded(handler, handler_call_details.method, allowed, tenant)
 
     def identify(self, presented: Sequence[str], allowed: frozenset[str]) -> str | None:
-        """Return the tenant of the bearer's credential, `presented` as values of `authorization`; None without one. Raises
-        Unauthenticated where one is required."""
+        """Return the tenant of the bearer's credential, `presented` as values of `authorization`; None without one.
+        Raises Unauthenticated where one is required."""
         if not presented or self._credentials is None:
             return None
         scheme, _, bearer = presented[0].partition(" ")
@@ -195,8 +195,8 @@ class Guard(grpc.aio.ServerInterceptor):
         return grpc.stream_stream_rpc_method_handler(refuse)
 
     def _unlisted(self, method: str, tenant: str | None):
-        """Ends a call of a method that is not in the table: in gRPC's own words for a caller that is known, since tools look for
-        the newest form of reflection first, and go on at no other status."""
+        """Ends a call of a method that is not in the table: in gRPC's own words for a caller that is known, since tools
+        look for the newest form of reflection first, and go on at no other status."""
 
         async def end(requests, context) -> None:
             with _ABORTED:
@@ -220,8 +220,8 @@ class Guard(grpc.aio.ServerInterceptor):
 
 
 class _Messages:
-    """Iterate over what a caller sends. gRPC's own iterator and its call hold each other: a circle, in which all of a call
-    that was not read to its end would wait for the collector, about 400 calls of a busy gateway."""
+    """Iterate over what a caller sends. gRPC's own iterator and its call hold each other: a circle, in which all of a
+    call that was not read to its end would wait for the collector, about 400 calls of a busy gateway."""
 
     __slots__ = ("_context",)
 

@@ -1,7 +1,7 @@
 """TLS between our processes: certificates that carry roles, read again whenever their files change.
 
-A certificate says what its holder is by DNS names below `baton.internal`: `gateway.`, `prefill.`, `decode.`, `rank.` and
-`operator.baton.internal`; every worker is `worker.baton.internal` too. Servers read the caller's role from it, and
+A certificate says what its holder is by DNS names below `baton.internal`: `gateway.`, `prefill.`, `decode.`, `rank.`
+and `operator.baton.internal`; every worker is `worker.baton.internal` too. Servers read the caller's role from it, and
 callers hold a server to the name of what they meant to reach, not to its address, which containers change.
 """
 
@@ -80,7 +80,8 @@ class Tls:
         return first
 
     def channel(self) -> grpc.ChannelCredentials:
-        """For one channel, of the files as they are now, or as they were when they last fitted together. Raises OSError."""
+        """For one channel, of the files as they are now, or as they were when they last fitted together. Raises
+        OSError."""
         found = _files(self).read()
         return grpc.ssl_channel_credentials(found.ca, found.key, found.cert)
 

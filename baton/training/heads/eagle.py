@@ -48,8 +48,8 @@ class EagleDraft(nn.Module):
             self.norm.weight.fill_(scale)
 
     def guesses(self, target: FrozenTarget, features: Tensor, token_ids: Tensor) -> Iterator[Tensor]:
-        """Yield for each drafted token its logits [batch, places, vocab_size]: the i-th at place p is for the token after
-        token p + i.
+        """Yield for each drafted token its logits [batch, places, vocab_size]: the i-th at place p is for the token
+        after token p + i.
 
         `features` [batch, length, hidden_size]: the target's, at the first of `token_ids` [batch, length + 1].
         """

@@ -62,10 +62,10 @@ def train_heads(
 ) -> dict:
     """Train heads of a `kind` (medusa or eagle) for the model folder `model` and write them to `out`.
 
-    State for resuming is kept in `out/.training` and removed at the end.  Returns figures, among them `agreement`: for
-    each step the share of places at which heads and target name the same token.  Raises ValueError if the text is too
-    short, a token is none of the model's, the state is another target's or the model has no rope by which an eagle draft could turn, ModelError if the model folder cannot be read, OSError if `out` cannot be
-    written.
+    State for resuming is kept in `out/.training` and removed at the end. Returns figures, among them `agreement`: for
+    each step the share of places at which heads and target name the same token. Raises ValueError if the text is too
+    short, a token is none of the model's, the state is another target's, or an eagle draft finds no rope to turn by;
+    ModelError if the model folder cannot be read; OSError if `out` cannot be written.
     """
     spec = read_spec(model)
     if kind == "eagle" and not spec.ropes:

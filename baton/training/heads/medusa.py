@@ -44,7 +44,8 @@ class MedusaHeads(nn.Module):
         return F.rms_norm(x.float(), x.shape[-1:], eps=self.norm_eps)
 
     def guesses(self, target: FrozenTarget, features: Tensor, token_ids: Tensor) -> Iterator[Tensor]:
-        """Yield for each head its logits [batch, places, vocab_size]: head i at place p is for the token after token p + i.
+        """Yield for each head its logits [batch, places, vocab_size]: head i at place p is for the token after token p
+        + i.
 
         `features` [batch, length, hidden_size]: the target's, at the first of `token_ids` [batch, length + 1].
         """

@@ -71,7 +71,8 @@ class FrozenTarget:
         return self.model.embedding(token_ids.reshape(-1)).view(*token_ids.shape, -1)
 
     def logits(self, features: Tensor) -> Tensor:
-        """[..., hidden_size] to [..., vocab_size], scaled and capped as the model's are; gradients pass to the features."""
+        """[..., hidden_size] to [..., vocab_size], scaled and capped as the model's are; gradients pass to the
+        features."""
         logits = F.linear(features.to(self.head.dtype), self.head)
         if self.spec.logit_scale != 1:
             logits = logits * self.spec.logit_scale

@@ -1,4 +1,5 @@
-"""Train a LoRA adapter of the target on a style that anyone sees: source indented by tabs, which the library never is."""
+"""Train a LoRA adapter of the target on a style that anyone sees: source indented by tabs, which the library never
+is."""
 
 from __future__ import annotations
 

@@ -126,7 +126,8 @@ def complete(model: Llama, tokenizer: Tokenizer, head: FunctionHead) -> Completi
 
 
 def judge(completion: str, definition: str) -> str:
-    """Judge whether the completed function is Python: "parsed", "wrong", or "unfinished" if no whole statement was written.
+    """Judge whether the completed function is Python: "parsed", "wrong", or "unfinished" if no whole statement was
+    written.
 
     The text is cut where the function ends, or else at its last whole statement.
     """

@@ -1,6 +1,6 @@
-"""Train a model for the int4 weights that it will be served with: every product of its layers is by rounded weights. The
-float weights behind them learn from the error (a straight-through estimator, arXiv 1308.3432), and so do the scales (LSQ,
-arXiv 1902.08153).
+"""Train a model for the int4 weights that it will be served with: every product of its layers is by rounded weights.
+The float weights behind them learn from the error (a straight-through estimator, arXiv 1308.3432), and so do the scales
+(LSQ, arXiv 1902.08153).
 
 Training begins with the integers and scales of `baton quantize --scheme int4-gptq --group 32`, and the folder holds the
 values that were trained. Embedding, head and norms are not rounded, and learn too.
@@ -77,8 +77,8 @@ def train_rounded(
 
 
 def round_weights(model: Llama, target: Path, samples: list[Tensor], folder: Path) -> None:
-    """Have the model of `target` multiply by rounded weights from now on: those of GPTQ, which `folder` keeps, until they
-    learn. `samples`: token ids [tokens]."""
+    """Have the model of `target` multiply by rounded weights from now on: those of GPTQ, which `folder` keeps, until
+    they learn. `samples`: token ids [tokens]."""
     if not folder.exists():
         quantize(plan(target, "int4-gptq", GROUP), folder, samples)
     config = model.config

@@ -170,7 +170,8 @@ class Trainer:
 
 
 class _HeldInterrupt:
-    """Ctrl-C amid a step, held back until its end, where all that is saved is of one step; a second one is not held back."""
+    """Ctrl-C amid a step, held back until its end, where all that is saved is of one step; a second one is not held
+    back."""
 
     def __enter__(self) -> _HeldInterrupt:
         self.came = False
@@ -196,7 +197,8 @@ def autocast() -> torch.autocast:
 
 
 class _MuonInProductDtype(TorchFunctionMode):
-    """Muon orthogonalizes in bf16 whatever the processor: its step for the demo's target took 12 s with AVX2, and takes 0.4 in fp32."""
+    """Muon orthogonalizes in bf16 whatever the processor: its step for the demo's target took 12 s with AVX2, and takes
+    0.4 in fp32."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         if func is Tensor.bfloat16:

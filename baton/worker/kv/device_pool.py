@@ -80,8 +80,8 @@ class Crossing:
                     self._stream.synchronize()
 
     def _on_device(self) -> AbstractContextManager:
-        """Of the thread, which may be any executor's: leaving a stream that is not of its device makes a context there, on the
-        first GPU."""
+        """Of the thread, which may be any executor's: leaving a stream that is not of its device makes a context there,
+        on the first GPU."""
         return nullcontext() if self._stream is None else torch.cuda.device(self._device.device)
 
     def _staging(self, num_bytes: int) -> Tensor:

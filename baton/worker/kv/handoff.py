@@ -79,8 +79,8 @@ class LeasingSource(Protocol):
 
 
 class Handoff:
-    """All leases that this worker gives. Belongs to the event loop. `on_lease_end` of a lease is called once for each leg on
-    it, in the source's words: released | cancelled | expired."""
+    """All leases that this worker gives. Belongs to the event loop. `on_lease_end` is called once for each leg on a
+    lease, with how it ended: released, cancelled or expired."""
 
     def __init__(self, source: LeasingSource, holders: Leaseholders):
         """`holders.lease_ended` is what `source` calls."""
@@ -123,7 +123,8 @@ class Handoff:
         return self._leased(leg, offer, on_lease_end)
 
     def lease_again(self, leg: Leg, lease_id: bytes, taker: Taker, on_lease_end: OnLeaseEnd) -> dict[str, bytes]:
-        """Lease what another leg has to one more taker; it ends with that leg's. Raises LeaseExpired, LayoutMismatch."""
+        """Lease what another leg has to one more taker; it ends with that leg's. Raises LeaseExpired,
+        LayoutMismatch."""
         offer = self._source.offer_again(lease_id, taker)
         self._holders.add_guest(lease_id, leg, on_lease_end)
         return self._ticketed(leg, offer)

@@ -36,8 +36,8 @@ class KeyEnded(Exception):
 
 
 class EngineBlocks:
-    """The blocks of one leg, into which the fetcher writes. `on_verified(token)`: all below is verified, and stays as it
-    is. `on_progress()`: a range was announced, has landed, or is verified. Raises KeyEnded."""
+    """The blocks of one leg, into which the fetcher writes. `on_verified(token)`: all below is verified, and stays as
+    it is. `on_progress()`: a range was announced, has landed, or is verified. Raises KeyEnded."""
 
     def __init__(
         self,

@@ -31,15 +31,15 @@ def available_bytes() -> int:
 
 
 def mirror_bytes(pool_bytes: int, gib: float | None, available: int, num_gpus: int) -> int:
-    """Return the bytes of host memory that the mirror of a pool may take. Not given (`gib`): half of what is available, by
-    the GPUs of the host, of which each may have two workers."""
+    """Return the bytes of host memory that the mirror of a pool may take. Not given (`gib`): half of what is available,
+    by the GPUs of the host, of which each may have two workers."""
     share = available // (2 * max(1, num_gpus)) if gib is None else int(gib * GIB)
     return min(pool_bytes, share)
 
 
 class PoolMemory:
-    """`region`: the pool in host memory, or its mirror there; `gpu_region` and `device`: the pool on a GPU, or None; `room`:
-    of its mirror."""
+    """`region`: the pool in host memory, or its mirror there; `gpu_region` and `device`: the pool on a GPU, or None;
+    `room`: of its mirror."""
 
     def __init__(self, mirror_gib: float | None = None):
         """mirror_gib: that the mirror of a pool on a GPU may take of host memory; None: see `mirror_bytes`."""
@@ -72,7 +72,8 @@ class PoolMemory:
         return self.gpu_region
 
     def mirror(self, pool: KVPool) -> None:
-        """Add host memory beside a pool on a GPU, for the transports that know no other; pages come as they are used."""
+        """Add host memory beside a pool on a GPU, for the transports that know no other; pages come as they are
+        used."""
         if self.gpu_region is None:
             return
         num_bytes, self._block_bytes = pool.whole.nbytes, max(1, pool.layout.block_bytes)

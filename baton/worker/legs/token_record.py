@@ -21,7 +21,8 @@ class _Choice:
 
 
 class TokenRecord:
-    """The tokens of one leg, by choice. Choices that are not here ended with their first token, where the prompt was read."""
+    """The tokens of one leg, by choice. Choices that are not here ended with their first token, where the prompt was
+    read."""
 
     def __init__(self, request: Request, first_tokens: Sequence[FirstToken]):
         self._has_logprobs = request.sampling.logprobs is not None

@@ -1,5 +1,5 @@
-"""A worker's --admin port. It answers from before the model is read, which takes half an hour where that is large: who asks meets a
-process that starts, not one that is down."""
+"""A worker's --admin port. It answers from before the model is read, which takes half an hour where that is large: who
+asks meets a process that starts, not one that is down."""
 
 from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import asynccontextmanager
@@ -11,7 +11,8 @@ from baton.service.security.tls import Tls
 
 
 class AdminPort:
-    """`port`: where it listens; `metrics`: those of the process, to which the worker adds its own; `readiness`: what /readyz says."""
+    """`port`: where it listens; `metrics`: those of the process, to which the worker adds its own; `readiness`: what
+    /readyz says."""
 
     def __init__(self, model_name: str, hosts: Collection[str], tls: Tls | None):
         """`hosts`: names that it is asked by; `tls`: of the worker's other ports."""

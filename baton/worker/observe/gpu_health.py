@@ -71,8 +71,8 @@ def readings_of(gpus: Mapping[str, GpuHealth]) -> tuple[Gauge | Count, ...]:
 @contextmanager
 def watch_gpus(devices: Sequence[torch.device]) -> Iterator[dict[str, GpuHealth]]:
     """Read these GPUs every INTERVAL_S in a thread until the context ends: a reading may take milliseconds, which the
-    event loop has not. By the number of each among those that this process sees; on a CPU, and where NVML cannot be used, which
-    a log line says, none."""
+    event loop has not. By the number of each among those that this process sees; on a CPU, and where NVML cannot be
+    used, which a log line says, none."""
     if not any(device.type == "cuda" for device in devices):
         yield {}
         return

@@ -1,5 +1,5 @@
-"""Cost of an engine's work, and the best rates of its device: measured at the worker's start with the most threads that the
-engine may have and its kernel, and kept for later starts on this machine."""
+"""Cost of an engine's work, and the best rates of its device: measured at the worker's start with the most threads that
+the engine may have and its kernel, and kept for later starts on this machine."""
 
 import contextlib
 import hashlib
@@ -36,10 +36,10 @@ Product = Callable[[int], Callable[[], object]]  # takes rows, returns a product
 
 
 class Cost:
-    """Bytes and FLOPs of an engine's work, by the shapes of its model; what any kernel needs at least.
+    """The least bytes and FLOPs that any kernel needs for an engine's work, by the shapes of its model.
 
-    bytes   the linear weights once a step, of experts those that its tokens choose, at most all; the KV of every sequence's context, and of what is new, once;
-            a sequence's state read and written once a step
+    bytes   the linear weights once a step, of experts those that its tokens choose, at most all; the KV of every
+            sequence's context, and of what is new, once; a sequence's state read and written once a step
     FLOPs   2 a weight and token (the head: a drawn row); 4 an element of a query for each position that it sees"""
 
     def __init__(self, engine: Engine):
@@ -157,7 +157,8 @@ class Timer:
                 return best_s
 
     def best_flops_per_s(self, product: Product, max_size: int, deadline: float) -> float:
-        """Return the best rate of the smallest product, and of larger ones while there is time: they keep more threads busy."""
+        """Return the best rate of the smallest product, and of larger ones while there is time: they keep more threads
+        busy."""
         size, best = _MIN_SIZE, 0.0
         while True:
             begun = self._now()
@@ -178,7 +179,8 @@ class Timer:
 
 
 def _product(config: EngineConfig, device: torch.device, dtype: torch.dtype) -> Product:
-    """By the kernel that the engine's own weights have in this dtype; on a GPU by torch's, which is at its best there."""
+    """By the kernel that the engine's own weights have in this dtype; on a GPU by torch's, which is at its best
+    there."""
 
     def ready(size: int) -> Callable[[], Tensor]:
         x, weight = (torch.ones(size, size, dtype=dtype, device=device) for _ in range(2))

@@ -1,5 +1,5 @@
-"""The program of a rank on a GPU whose worker gives and takes KV: beside the steps that it launches, an event loop in a thread of
-its own serves what it has of each prompt, and pulls what is to come."""
+"""The program of a rank on a GPU whose worker gives and takes KV: beside the steps that it launches, an event loop in a
+thread of its own serves what it has of each prompt, and pulls what is to come."""
 
 import asyncio
 import socket

@@ -1,10 +1,12 @@
-"""KV that comes to a worker each of whose ranks has its heads in memory of its own: every rank pulls what crosses its part, all at
-the same time, and what all of them have verified is verified.
+"""KV that comes to a worker each of whose ranks has its heads in memory of its own: every rank pulls what crosses its
+part, all at the same time, and what all of them have verified is verified.
 
 worker   {"fetch": id, "pull": {"handle", "ticket", "blocks", "num_cached_tokens", "within_s"}} ─► rank
 worker   {"fetch": id, "stop": true}                                                           ─► rank     give it up
 rank     {"fetch": id, "verified": token}                                                      ─► worker
-rank     {"fetch": id, "report": FetchReport} or {"fetch": id, "failed": [status, message]}    ─► worker   no byte lands any more
+rank     {"fetch": id, "report": FetchReport} or {"fetch": id, "failed": [status, message]}    ─► worker
+
+After its report, or its failure, no byte of a fetch lands any more.
 """
 
 import asyncio

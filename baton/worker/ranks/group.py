@@ -21,16 +21,16 @@ class NoteStream(Protocol):
 
 
 class KVRank(NamedTuple):
-    """Another rank than the first, with a pool of its own. `box`: what it gives of the model's KV; None: what it has, ranks
-    before it have too."""
+    """Another rank than the first, with a pool of its own. `box`: what it gives of the model's KV; None: what it has,
+    ranks before it have too."""
 
     stream: NoteStream
     box: Box | None
 
 
 class RankPools(NamedTuple):
-    """A worker's ranks with pools of their own. `sharding`: of the first one's pool; `joined` are on other hosts, `local` on GPUs of
-    this one, of which each takes what crosses its part."""
+    """A worker's ranks with pools of their own. `sharding`: of the first one's pool; `joined` are on other hosts,
+    `local` on GPUs of this one, of which each takes what crosses its part."""
 
     sharding: Sharding
     joined: list[JoiningRank]

@@ -1,11 +1,11 @@
-"""KV in memory of other ranks, on other hosts or on GPUs of their own, given by those that have it: a lease of the worker is one of
-each of these ranks too, by the same name and for the same tickets, and its handle names their endpoints. A taker pulls from all
-of them at the same time. A lease is over when it is over everywhere: only then are its blocks given back, unless the engine has
-ended the key by itself.
+"""KV in memory of other ranks, on other hosts or on GPUs of their own, given by those that have it: a lease of the
+worker is one of each of these ranks too, by the same name and for the same tickets, and its handle names their
+endpoints. A taker pulls from all of them at the same time. A lease is over when it is over everywhere: only then are
+its blocks given back, unless the engine has ended the key by itself.
 
-worker   {"open": ...}                                                   ─► rank     {"endpoints": [...]} or {"closed": why}
-worker   {"offer" | "admit" | "withdraw" | "advance" | "finish" | "cancel" | "renew": lease, ...} ─► rank
-rank     {"over": lease, "ending": released | cancelled | expired}       ─► worker
+worker   {"open": ...}                                               ─► rank     {"endpoints": [...]} or {"closed": why}
+worker   {"offer" | "admit" | "withdraw" | "advance" | "finish" | "cancel" | "renew": lease, ...}   ─► rank
+rank     {"over": lease, "ending": released | cancelled | expired}   ─► worker
 """
 
 import asyncio
@@ -41,7 +41,8 @@ class GroupSource:
     own: Source
 
     def __init__(self, ranks: Sequence[KVRank], on_lease_end: Callable[[Hashable, str], None]):
-        """`ranks`: in order of what they have; `on_lease_end(key, ending)`: exactly once per lease, when it is over everywhere."""
+        """`ranks`: in order of what they have; `on_lease_end(key, ending)`: exactly once per lease, when it is over
+        everywhere."""
         self._ranks, self._on_lease_end = ranks, on_lease_end
         self._givers = [index for index, rank in enumerate(ranks) if rank.box is not None]
         self.mint_key = secrets.token_bytes(32)
@@ -49,7 +50,8 @@ class GroupSource:
         self._endpoints: list[asyncio.Future[tuple[Endpoint, ...]]] = []
 
     async def start(self, identity: SourceIdentity, ttl_s: float, is_strict: bool, settings: DeviceSettings) -> None:
-        """Let the ranks listen for takers. `settings`: for those that have none of their own (device.py). Raises OSError where one does not."""
+        """Let the ranks listen for takers. `settings`: for those that have none of their own (device.py). Raises
+        OSError where one does not."""
         order: OpenOrder = {
             "instance": identity.instance.hex(), "epoch": identity.epoch, "model": identity.model_identity.hex(),
             "numerics": identity.numerics_class, "mint": self.mint_key.hex(), "ttl_s": ttl_s, "is_strict": is_strict,

@@ -1,5 +1,5 @@
-"""Where ranks of other hosts join a worker: a rank says what it is, is told its place, reads its layers, says that it has
-them, and computes what comes then.
+"""Where ranks of other hosts join a worker: a rank says what it is, is told its place, reads its layers, says that it
+has them, and computes what comes then.
 
 rank     {"version", "build", "instructions"} ─► leader  {"refused": why}, or an Assignment
 rank     Ready, or {"error": why}             ─► leader  then messages of parallel/pipeline.py, both ways

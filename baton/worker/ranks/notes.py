@@ -1,5 +1,5 @@
-"""Notes, JSON, between the event loops of a worker and of a rank of its host, and what the larger ones have; leases.py and
-fetches.py say which notes there are. Bytes are written in hexadecimal."""
+"""Notes, JSON, between the event loops of a worker and of a rank of its host, and what the larger ones have; leases.py
+and fetches.py say which notes there are. Bytes are written in hexadecimal."""
 
 import asyncio
 import json

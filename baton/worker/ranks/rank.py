@@ -74,8 +74,8 @@ class RankSettings:
 
 
 async def serve_rank(settings: RankSettings, stop: asyncio.Event) -> None:
-    """Join the worker and serve it until `stop`; the process ends if that comes while it reads its model. Raises ModelError, and
-    NotJoined where the worker refuses it or ends."""
+    """Join the worker and serve it until `stop`; the process ends if that comes while it reads its model. Raises
+    ModelError, and NotJoined where the worker refuses it or ends."""
     try:
         async with open_channel(settings.leader, settings.access, WORKER_NAME) as channel:
             await until_stopped(_join(settings, channel), stop)
@@ -162,8 +162,8 @@ async def _read_part(settings: RankSettings, identity: str, message: str) -> tup
 
 
 async def _say_why(call: grpc.aio.StreamStreamCall, error: Exception) -> None:
-    """Tell the worker why this rank ends, and wait until it has read that: hung up on at once, it was seen to read the end of the
-    call instead."""
+    """Tell the worker why this rank ends, and wait until it has read that: hung up on at once, it was seen to read the
+    end of the call instead."""
     with suppress(*BROKEN, TimeoutError):
         await call.write(json.dumps({"error": str(error)}).encode())
         await call.done_writing()
@@ -196,7 +196,8 @@ def _security(access: Access) -> Security:
 
 
 async def _read(reading: Callable[[], T]) -> T:
-    """Return what `reading`, of the model, does. Its thread ends with the process alone, which leaves where it is told to end."""
+    """Return what `reading`, of the model, does. Its thread ends with the process alone, which leaves where it is told
+    to end."""
     try:
         return await asyncio.to_thread(reading)
     except asyncio.CancelledError:

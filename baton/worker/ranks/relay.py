@@ -1,6 +1,6 @@
-"""KV that comes to a worker some of whose stages are on other hosts: the worker's pool gets all of it, and what is of their layers
-goes on over the streams that bring them steps, and is written there before it is verified. Ranges that come behind are acknowledged no
-faster than these stages write it."""
+"""KV that comes to a worker some of whose stages are on other hosts: the worker's pool gets all of it, and what is of
+their layers goes on over the streams that bring them steps, and is written there before it is verified. Ranges that
+come behind are acknowledged no faster than these stages write it."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence

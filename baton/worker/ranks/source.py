@@ -23,7 +23,8 @@ class RankSource:
     """Belongs to the event loop."""
 
     def __init__(self, make: Callable[..., Source], address: Address, send_note: Callable[[dict], None]):
-        """`make`: with what the worker tells as keywords, Source over this rank's pool; `send_note` tells the worker."""
+        """`make`: with what the worker tells as keywords, Source over this rank's pool; `send_note` tells the
+        worker."""
         self._make, self._address, self._send_note = make, address, send_note
         self._generations: dict[int, int] = {}  # of blocks when they were last offered
         self._source: Source | None = None

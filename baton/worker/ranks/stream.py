@@ -1,8 +1,8 @@
 """Messages between two threads of two hosts over one gRPC call of raw bytes: a byte that says whether more follows, and
 up to CHUNK_BYTES of a message. Notes, JSON, go from one event loop to the other on the same call.
 
-KV waits until nothing else does, and until the thread at the other end has written most of the KV before it, of which it says so
-when it asks for the next message.
+KV waits until nothing else does, and until the thread at the other end has written most of the KV before it, of which
+it says so when it asks for the next message.
 """
 
 import asyncio
@@ -20,8 +20,8 @@ from baton.engine.parallel.stream import Bytes
 SERVICE, METHOD = "baton.rank.Raw", "Join"
 PATH = f"/{SERVICE}/{METHOD}"
 CHUNK_BYTES = 4 << 20
-# On its way to the thread at the other end. That writes it between two parts of steps: less would not fill a link meanwhile,
-# and a step behind more would wait for long (13 ms at 10 Gbit/s).
+# On its way to the thread at the other end. That writes it between two parts of steps: less would not fill a link
+# meanwhile, and a step behind more would wait for long (13 ms at 10 Gbit/s).
 MAX_KV_BYTES = 16 << 20
 _LAST, _MORE, _NOTE, _LAST_OF_KV, _WRITTEN = b"\0", b"\1", b"\2", b"\3", b"\4"
 BROKEN = (grpc.RpcError, grpc.aio.UsageError, asyncio.InvalidStateError, StopAsyncIteration)
@@ -89,8 +89,8 @@ class JoinedStream:
         self._put(None)
 
     async def run(self, read: Callable[[], Awaitable[object]], write: Callable[[bytes], Awaitable[None]]) -> None:
-        """Carry messages until the call ends, or either side closes this. `read` raises one of BROKEN, or returns no bytes, at
-        the end of the call."""
+        """Carry messages until the call ends, or either side closes this. `read` raises one of BROKEN, or returns no
+        bytes, at the end of the call."""
         carrying = [asyncio.create_task(self._read(read)), asyncio.create_task(self._write(write))]
         try:
             await asyncio.wait(carrying, return_when=asyncio.FIRST_COMPLETED)

@@ -17,8 +17,8 @@ _FIELDS = ("model", "identity", "name", "path")
 
 
 class AdapterRecords:
-    """Those of one model: its name and its weights. A file for each adapter, so that workers that write at once lose nothing
-    of each other."""
+    """Those of one model: its name and its weights. A file for each adapter, so that workers that write at once lose
+    nothing of each other."""
 
     def __init__(self, root: Path, model_name: str, model_identity: bytes):
         self._folder = root / FOLDER
@@ -46,7 +46,8 @@ class AdapterRecords:
         return was_noted
 
     def is_gone(self, name: str) -> bool:
-        """Return whether the note of a name was taken away; a folder or a file that is away for a moment says nothing."""
+        """Return whether the note of a name was taken away; a folder or a file that is away for a moment says
+        nothing."""
         try:
             os.lstat(self._file_of(name))
         except FileNotFoundError:

@@ -15,8 +15,8 @@ from baton.v1 import worker_pb2 as pb
 from baton.worker.session.adapter_records import AdapterRecords
 from baton.worker.session.sessions import Sessions
 
-# After the start, between looks at what was loaded elsewhere meanwhile: in all as long as the calls of one who loads an adapter
-# on each worker, one after the other, may take.
+# After the start, between looks at what was loaded elsewhere meanwhile: in all as long as the calls of one who loads an
+# adapter on each worker, one after the other, may take.
 LOOKS_S = (1.0, 4.0, 15.0, 100.0)
 
 log = logging.getLogger(__name__)
@@ -35,8 +35,8 @@ class LiveAdapters:
         self._unloaded_by_record: set[str] = set()  # whose unloading was followed before this worker was asked for it
 
     async def restore(self) -> None:
-        """Read those that were loaded before this worker started, and not unloaded. One that cannot be read is logged, and
-        not held."""
+        """Read those that were loaded before this worker started, and not unloaded. One that cannot be read is logged,
+        and not held."""
         given = self._engine.adapters.listed()
         await self._apply_records()
         for name, identity in self._engine.adapters.listed().items():
@@ -45,8 +45,8 @@ class LiveAdapters:
                 log.warning("an adapter that was loaded before replaces that of --adapter %s", details)
 
     async def catch_up(self) -> None:
-        """Follow what was loaded and unloaded on other workers while this one started, and no call could reach it. Does not
-        end."""
+        """Follow what was loaded and unloaded on other workers while this one started, and no call could reach it. Does
+        not end."""
         for pause_s in LOOKS_S:
             await asyncio.sleep(pause_s)
             async with self._turn:
@@ -54,8 +54,8 @@ class LiveAdapters:
         await asyncio.get_running_loop().create_future()
 
     async def load(self, name: str, path: str) -> bytes:
-        """Return the identity of the adapter that the name stands for from now on. Raises InvalidRequest for one that cannot
-        be read, FailedPrecondition where none may be."""
+        """Return the identity of the adapter that the name stands for from now on. Raises InvalidRequest for one that
+        cannot be read, FailedPrecondition where none may be."""
         # A call that is given up ends no thread: what that has read is told all the same.
         folder = await asyncio.to_thread(self._checked, name, path)
         read = await asyncio.shield(asyncio.create_task(self._load(name, folder)))
@@ -147,7 +147,8 @@ class LiveAdapters:
             return False
 
     def _checked(self, name: str, path: str) -> Path:
-        """Return the folder of an adapter that may be loaded by this name. Raises InvalidRequest, FailedPrecondition."""
+        """Return the folder of an adapter that may be loaded by this name. Raises InvalidRequest,
+        FailedPrecondition."""
         try:
             check_model_name(name, "name")
         except ValueError as error:

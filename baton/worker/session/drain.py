@@ -38,8 +38,8 @@ class Drain:
         self._until = math.inf  # of the grace, time.monotonic()
 
     def ask(self, next_role: str, grace_s: float, stay_away: bool = False) -> int:
-        """Begin to drain, and return how many legs still run. Asked again, it may shorten the grace, or let the worker stay
-        away. Raises FailedPrecondition when asked for another role to come next."""
+        """Begin to drain, and return how many legs still run. Asked again, it may shorten the grace, or let the worker
+        stay away. Raises FailedPrecondition when asked for another role to come next."""
         if not self.asked.is_set():
             self.next_role = next_role
             self._begin(grace_s or self._grace_s)
@@ -52,7 +52,8 @@ class Drain:
         return self._commands.legs.num_busy
 
     async def end_on(self, stop: asyncio.Event) -> None:
-        """Wait for the signal to end, and begin to drain, or shorten the grace to the worker's own. No role comes next."""
+        """Wait for the signal to end, and begin to drain, or shorten the grace to the worker's own. No role comes
+        next."""
         await stop.wait()
         self.next_role = ""
         self._begin(self._grace_s)

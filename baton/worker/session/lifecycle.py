@@ -92,8 +92,8 @@ class Lifecycle:
         self.happen(leg, LegEvent.STOP, status)
 
     def give_back(self, leg: Leg, status: Status | None) -> None:
-        """Ask for everything that an ending leg still has out; for its blocks once its lease is over, as until then a rank
-        may confirm what is in them."""
+        """Ask for everything that an ending leg still has out; for its blocks once its lease is over, as until then a
+        rank may confirm what is in them."""
         leg.status = leg.status or status
         if Owed.LEASE in leg.owed:
             self.handoff.cancel(leg)

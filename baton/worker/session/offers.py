@@ -1,4 +1,5 @@
-"""Actions of a source, which either role may be: spans that are cached here are leased to a taker, until the lease is over."""
+"""Actions of a source, which either role may be: spans that are cached here are leased to a taker, until the lease is
+over."""
 
 from baton.service.codec import deadline_of, key_to_proto
 from baton.v1 import worker_pb2 as pb

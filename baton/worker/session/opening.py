@@ -1,5 +1,5 @@
-"""Open a leg of either role: check its name, budget and request, and compute the part of its prompt that no other worker
-has given."""
+"""Open a leg of either role: check its name, budget and request, and compute the part of its prompt that no other
+worker has given."""
 
 from baton.engine.core.request import Refusal, Request
 from baton.v1 import worker_pb2 as pb

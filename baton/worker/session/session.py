@@ -42,8 +42,8 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         return described
 
     async def Drain(self, request: pb.DrainRequest, context) -> pb.DrainResponse:
-        """Begin to drain. Asked again with the same next role, say how far it is; a shorter grace counts from now. Raises
-        InvalidRequest, FailedPrecondition."""
+        """Begin to drain. Asked again with the same next role, say how far it is; a shorter grace counts from now.
+        Raises InvalidRequest, FailedPrecondition."""
         if request.next_role not in ("", *ROLES):
             raise InvalidRequest("next_role", "is unknown: prefill or decode, or empty to end")
         if request.stay_away and request.next_role:

@@ -14,7 +14,8 @@ class Sessions:
         self._engine = engine
 
     def open(self, instance: bytes, outbox: Outbox) -> Outbox | None:
-        """Add the session of a gateway's link. Return the one before it, which must be dead: this one takes its place."""
+        """Add the session of a gateway's link. Return the one before it, which must be dead: this one takes its
+        place."""
         last = self._of_instance.get(instance)
         self._of_instance[instance] = outbox
         self.outboxes.add(outbox)

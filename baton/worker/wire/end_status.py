@@ -48,7 +48,8 @@ _KV_ERRORS = (
 
 
 def of_exception(error: BaseException) -> Status:
-    """Return the status of a leg whose command, or fetch, raised `error`: a ValueError says what is wrong with a command."""
+    """Return the status of a leg whose command, or fetch, raised `error`: a ValueError says what is wrong with a
+    command."""
     for kind, code, reason in _KV_ERRORS:
         if isinstance(error, kind):
             return Status(code, reason, str(error) or reason)

@@ -112,7 +112,8 @@ class Outbox:
 
     @property
     def clock(self) -> Offset | None:
-        """Seconds by which this process's clock is ahead of the gateway's, as the gateway has measured it; None: unknown."""
+        """Seconds by which this process's clock is ahead of the gateway's, as the gateway has measured it; None:
+        unknown."""
         beat = self._beat
         return Offset(beat.offset_ns / 1e9, beat.error_ns / 1e9) if beat.HasField("offset_ns") else None
 
@@ -180,8 +181,8 @@ class Outbox:
         self._wake.set()
 
     def _take(self) -> Iterator[pb.Event]:
-        """Yield everything that may go out now. What comes in meanwhile is the next round's, but never a reply: rows of its
-        key may be here already."""
+        """Yield everything that may go out now. What comes in meanwhile is the next round's, but never a reply: rows of
+        its key may be here already."""
         while self._replies:
             replies, self._replies = self._replies, []
             self._room.set()

@@ -1,4 +1,5 @@
-"""The table of docs/quantization.md from a recorded run: python -m bench.lib.tables.quality FILE writes it to the page."""
+"""The table of docs/quantization.md from a recorded run: python -m bench.lib.tables.quality FILE writes it to the
+page."""
 
 import json
 import re

@@ -1,8 +1,8 @@
 """Makes what the chart's pods keep secret, as Secrets of the namespace, by `baton certs`; what exists is left as it is.
 
-A Job runs it before an installation and before an upgrade. Secrets of a set fit only together, and the authority's key is thrown
-away: a draft, one Secret with all of a set, comes first, so that a run goes on where the one before it was cut off. Redis has an
-authority of its own: with its key nobody passes for a gateway or a worker.
+A Job runs it before an installation and before an upgrade. Secrets of a set fit only together, and the authority's key
+is thrown away: a draft, one Secret with all of a set, comes first, so that a run goes on where the one before it was
+cut off. Redis has an authority of its own: with its key nobody passes for a gateway or a worker.
 """
 
 import base64
@@ -126,8 +126,8 @@ def complete(
     beside: Sequence[str] = (),
     readers: Sequence[str] = (),
 ) -> None:
-    """Create the Secrets of a set unless those that pods mount are there. `beside`: the others of the set. `readers`: what
-    reads them when it starts alone."""
+    """Create the Secrets of a set unless those that pods mount are there. `beside`: the others of the set. `readers`:
+    what reads them when it starts alone."""
     if namespace.get(draft) is None:
         missing = [each for each in mounted if namespace.get(each) is None]
         if not missing:

@@ -252,8 +252,8 @@ def _result(where: str, fields: Mapping[str, Any]) -> pb.Message:
 
 
 def read_block(where: str, block: object) -> str:
-    """Return the text of a part, or of a document of Anthropic's: its title, what is said of it and its own text, each with a
-    blank line behind it."""
+    """Return the text of a part, or of a document of Anthropic's: its title, what is said of it and its own text, each
+    with a blank line behind it."""
     if not isinstance(block, dict) or block.get("type") != "document":
         return read_part(where, block)
     fields = read_object(where, block, DOCUMENT)

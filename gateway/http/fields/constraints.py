@@ -21,8 +21,8 @@ _read_object = partial(read_object, keeps_empty_lists=True)  # no choice at all 
 
 
 def read_constraint(request: pb.GenerateRequest, values: Mapping[str, Any], names: dict[str, str]) -> None:
-    """Read the constraint of a body, if it has one, and its words for it into `names`. A format is of the answer's text,
-    which one that has to be calls has not. Raises InvalidRequest."""
+    """Read the constraint of a body, if it has one, and its words for it into `names`. A format is of the answer's
+    text, which one that has to be calls has not. Raises InvalidRequest."""
     must_call = request.messages.tool_choice == pb.TOOL_CHOICE_REQUIRED or bool(request.messages.tool_name)
     found = dict[str, Any]()
     for name, read in _READERS.items():

@@ -23,7 +23,8 @@ CHAT_NAMES = {**CONVERSATION_NAMES, "input": "messages"}
 TOKENIZE_NAMES = {**CONVERSATION_NAMES, "text": "prompt", "input": "prompt"}
 TOOL_CHOICES = {"none": pb.TOOL_CHOICE_NONE, "auto": pb.TOOL_CHOICE_AUTO, "required": pb.TOOL_CHOICE_REQUIRED}
 _CONTENT = ValueKind("a string, or a list of parts", {}, STRING.read)
-# Of a part: what was read is found again without being asked, and notes on an earlier answer, or of LangChain, are not read.
+# Of a part: what was read is found again without being asked, and notes on an earlier answer, or of LangChain, are not
+# read.
 _PART = {"type", "text", "cache_control", "annotations", "logprobs", "parsed", "id", "index"}
 THOUGHT_FIELDS, REDACTED_FIELDS = ("type", "thinking", "signature"), ("type", "data")
 TOOL_FIELDS = ("name", "description", "parameters", "strict")
@@ -37,7 +38,8 @@ def read_content(where: str, content: object, kinds: Sequence[str] = ("text",)) 
 
 
 def read_part(where: str, part: object, kinds: Sequence[str] = ("text",), others: Collection[str] = ()) -> str:
-    """Return the text of a part of one of these types. `others`: fields that it may have, and that its text does not need."""
+    """Return the text of a part of one of these types. `others`: fields that it may have, and that its text does not
+    need."""
     if not isinstance(part, dict) or part.get("type") not in kinds:
         raise InvalidRequest(where, f'only parts {{"type": "{kinds[0]}", "text": ...}} are supported here')
     if unknown := {name for name in part.keys() - _PART if name not in others and part[name] is not None}:
@@ -62,8 +64,8 @@ def read_object_text(name: str, fields: Mapping[str, Any], where: str = "") -> s
 
 
 def read_template_kwargs(values: Mapping[str, Any], options: Sequence[ReasoningOption]) -> str:
-    """Return the variables of the chat template as text: those that the client gives, and before them those that say in the
-    words of templates how the model is to reason."""
+    """Return the variables of the chat template as text: those that the client gives, and before them those that say in
+    the words of templates how the model is to reason."""
     given = defaultdict[str, dict[str, Any]](dict)
     for option in options:
         if (value := _value_at(values, option.name)) is not None:

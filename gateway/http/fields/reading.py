@@ -39,8 +39,8 @@ def read_as(where: str, kind: ValueKind, value: object) -> Any:
 
 
 def check_length(where: str, value: object, most: int) -> None:
-    """Raises InvalidRequest for a list or an object of more elements, before these are looked at: to read 40,000 calls took
-    0.3 s."""
+    """Raises InvalidRequest for a list or an object of more elements, before these are looked at: to read 40,000 calls
+    took 0.3 s."""
     if isinstance(value, list | dict) and len(value) > most:
         raise InvalidRequest(where, f"has {len(value)} elements, at most {most} are allowed")
 
@@ -61,8 +61,8 @@ def put(message: Any, path: str, value: object) -> None:
 def read_object(
     where: str, value: object, known: Collection[str], *, keeps_empty_lists: bool = False
 ) -> dict[str, Any]:
-    """Return the fields of an object that are given: null is as if one were left out, and so is an empty list, unless these
-    are kept. Raises InvalidRequest, for a field that is not known too."""
+    """Return the fields of an object that are given: null is as if one were left out, and so is an empty list, unless
+    these are kept. Raises InvalidRequest, for a field that is not known too."""
     if not isinstance(value, dict):
         raise InvalidRequest(where, "must be an object" if value is not None else "is missing")
     fields = {name: each for name, each in without_nulls(value).items() if keeps_empty_lists or each != []}

@@ -42,8 +42,8 @@ class Field(NamedTuple):
 
 
 class ReasoningOption(NamedTuple):
-    """A field that says how a model is to reason. `about`: how much ("effort"), whether ("thinks"), whether it sees again what
-    it has thought before ("keeps"); empty: what is not kept to, or is no matter of the template."""
+    """A field that says how a model is to reason. `about`: how much ("effort"), whether ("thinks"), whether it sees
+    again what it has thought before ("keeps"); empty: what is not kept to, or is no matter of the template."""
 
     name: str
     kind: ValueKind
@@ -103,8 +103,8 @@ EMBEDDING = (
 )
 RERANK = _rows(pb.ScoreRequest.DESCRIPTOR, ("model", "request_id", "priority", "slo_class", "query", "instruction"))
 COHERE_RERANK = tuple(row for row in RERANK if row.name != "priority")  # there the lower is first
-# What the answer may be: OpenAI's response_format, and text.format of a response, Anthropic's output_config, then vLLM's
-# structured_outputs. One of all of these.
+# What the answer may be: OpenAI's response_format, and text.format of a response, Anthropic's output_config, then
+# vLLM's structured_outputs. One of all of these.
 FORMAT_TYPES = ("text", "json_object", "json_schema")
 FORMATS = (
     Field("response_format.type", "constraint.json_object", TRUE),  # that of json_object

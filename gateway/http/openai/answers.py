@@ -228,8 +228,8 @@ class CompletionWriter(ChoicesWriter):
     def _begun_choice(
         self, part: pb.GenerateResponse | pb.Choice, first: pb.GenerateResponse | pb.CompleteResponse, index: int
     ) -> Json:
-        """Return a choice from its beginning, behind the prompt where that is echoed, with iterators. `first` has what is
-        of the prompt."""
+        """Return a choice from its beginning, behind the prompt where that is echoed, with iterators. `first` has what
+        is of the prompt."""
         logprobs = self._logprobs(part.logprobs, index, first if self._echoes else None)
         found = {"text": first.prompt.text + part.text, "logprobs": logprobs}
         if self._body.return_token_ids:
@@ -288,8 +288,8 @@ def _clear_answer(part: pb.GenerateResponse | pb.Choice) -> None:
 
 
 class _TextPlace:
-    """Where the next token of a text begins, in characters. Tokens alone do not tell: a special one has no text, several
-    may be one character, and the first may lose its space."""
+    """Where the next token of a text begins, in characters. Tokens alone do not tell: a special one has no text,
+    several may be one character, and the first may lose its space."""
 
     def __init__(self, decoder: SequenceDecoder, offset: int = 0):
         self._decoder, self._offset = decoder, offset

@@ -86,8 +86,8 @@ def _message(where: str, message: object) -> pb.Message:
 
 
 def _read_parts(where: str, parts: Sequence[object]) -> tuple[str, str]:
-    """Return the text and the reasoning in the parts of an answer, the latter in Anthropic's blocks, as LiteLLM sends them:
-    those that are encrypted nobody here can read."""
+    """Return the text and the reasoning in the parts of an answer, the latter in Anthropic's blocks, as LiteLLM sends
+    them: those that are encrypted nobody here can read."""
     texts, thoughts = list[str](), list[str]()
     for index, part in enumerate(parts):
         here, kind = f"{where}[{index}]", part.get("type") if isinstance(part, dict) else None
@@ -102,8 +102,8 @@ def _read_parts(where: str, parts: Sequence[object]) -> tuple[str, str]:
 
 
 def _reasoning(where: str, fields: Mapping[str, Any], parts: Sequence[object], thought: str) -> str:
-    """Return what a message or its parts say of it. `reasoning` is vLLM's newer word for reasoning_content: one of them, or
-    more with the same."""
+    """Return what a message or its parts say of it. `reasoning` is vLLM's newer word for reasoning_content: one of
+    them, or more with the same."""
     places = {where: fields} | {f"{where}.content[{i}]": part for i, part in enumerate(parts) if isinstance(part, dict)}
     found = ({thought} if thought else set()) | {
         read_as(f"{place}.{name}", STRING, each[name])

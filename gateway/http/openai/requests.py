@@ -111,8 +111,8 @@ def read_detokenize(values: Mapping[str, Any]) -> pb.DetokenizeRequest:
 
 
 def _without_endless(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values without a length of -1, as llama.cpp and LM Studio have it: the answer ends where the model ends it,
-    as of a chat that names none."""
+    """Return the values without a length of -1, as llama.cpp and LM Studio have it: the answer ends where the model
+    ends it, as of a chat that names none."""
     return {name: value for name, value in values.items() if not (name in _LENGTHS and value == -1)}
 
 
@@ -167,15 +167,16 @@ def _parsed(
 
 
 def id_of_prompt(request_id: str, index: int) -> str:
-    """Return the id of one of several prompts. One that leaves no room is cut, with what tells it from others in place."""
+    """Return the id of one of several prompts. One that leaves no room is cut, with what tells it from others in
+    place."""
     if REQUEST_ID.fullmatch(request_id) and not REQUEST_ID.fullmatch(f"{request_id}-{MAX_PROMPTS - 1}"):
         request_id = f"{request_id[:39]}-{hashlib.sha256(request_id.encode()).hexdigest()[:20]}"
     return f"{request_id}-{index}"
 
 
 def place_of_prompt(prompt: int, error: InvalidRequest) -> str:
-    """Return the word for what is wrong with one of several prompts, as with max_tokens behind it; a field of all of them is as
-    it was."""
+    """Return the word for what is wrong with one of several prompts, as with max_tokens behind it; a field of all of
+    them is as it was."""
     field = error.field or ""
     word = "prompt" if isinstance(error, ContextLengthExceeded) else rename(field, PROMPT_NAMES)
     return field if word == field else f"prompt[{prompt}]{word.removeprefix('prompt')}"

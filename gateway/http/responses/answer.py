@@ -188,8 +188,8 @@ class ResponseWriter:
         return events + (self._of_item("response.content_part.added", part=item.part()) if call is None else [])
 
     def _close(self, status: str) -> list[Json]:
-        """Return the events that end the open item. They repeat its text, but not its logprobs: those were in the deltas
-        and come once more in the response, where clients read them. Of 8,192 tokens they are 13 MB."""
+        """Return the events that end the open item. They repeat its text, but not its logprobs: those were in the
+        deltas and come once more in the response, where clients read them. Of 8,192 tokens they are 13 MB."""
         item = self._items[-1]
         more = {"logprobs": []} if item.kind == "message" else {}
         done = {"text": item.text, **more} if item.call is None else {"arguments": item.text, **item.name}

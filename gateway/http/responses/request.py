@@ -1,5 +1,5 @@
-"""OpenAI's Responses API in the same words of baton.v1, without its state: nothing is stored, so each request brings the
-whole conversation."""
+"""OpenAI's Responses API in the same words of baton.v1, without its state: nothing is stored, so each request brings
+the whole conversation."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -122,8 +122,8 @@ def _kind(tool: object) -> object:
 
 
 def is_elsewhere(tool: object) -> bool:
-    """Return whether a service would run the tool, of a kind that agents offer beside their own whoever serves them: the
-    model is not told of it."""
+    """Return whether a service would run the tool, of a kind that agents offer beside their own whoever serves them:
+    the model is not told of it."""
     kind = _kind(tool)
     return isinstance(kind, str) and kind.startswith(ELSEWHERE)
 

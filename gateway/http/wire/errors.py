@@ -1,5 +1,5 @@
-"""Errors in the form of OpenAI's API, and of Anthropic's: a status, a type, the field of the client's own request, and when
-to come back."""
+"""Errors in the form of OpenAI's API, and of Anthropic's: a status, a type, the field of the client's own request, and
+when to come back."""
 
 import math
 from collections.abc import Mapping
@@ -44,7 +44,8 @@ _ANTHROPIC_TYPES = {413: "request_too_large", 500: "api_error", 503: "overloaded
 
 
 class BadCall(InvalidRequest):
-    """The head or the body of a call is not acceptable, for a reason that HTTP alone has, most with a status of its own."""
+    """The head or the body of a call is not acceptable, for a reason that HTTP alone has, most with a status of its
+    own."""
 
     def __init__(self, field: str, message: str, reason: str):
         super().__init__(field, message)
@@ -76,7 +77,8 @@ def to_json(error: BatonError, names: Mapping[str, str]) -> dict:
 
 
 def to_anthropic(error: BatonError, names: Mapping[str, str]) -> dict:
-    """Return the body in Anthropic's form. That of a thread has what lets clients go on without one, as they run tools."""
+    """Return the body in Anthropic's form. That of a thread has what lets clients go on without one, as they run
+    tools."""
     openai_error = to_json(error, names)["error"]
     body = {"type": _ANTHROPIC_TYPES.get(status_of(error), openai_error["type"]), "message": openai_error["message"]}
     if isinstance(error, ThreadRefused):

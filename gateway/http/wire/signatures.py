@@ -1,5 +1,5 @@
-"""Signatures of reasoning in Anthropic's form. Another service proves by them whose words it is. Here they prove nothing, and
-one has the reasoning in it where that is not displayed, so that it comes back in the next request."""
+"""Signatures of reasoning in Anthropic's form. Another service proves by them whose words it is. Here they prove
+nothing, and one has the reasoning in it where that is not displayed, so that it comes back in the next request."""
 
 import base64
 

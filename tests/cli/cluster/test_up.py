@@ -346,8 +346,8 @@ def test_a_worker_imports_of_torch_what_torch_imports():
 
 
 def test_workers_share_the_cores(folder, monkeypatch):
-    """Workers without a number of threads divide the cores by themselves; where some have one, or ranks, those that are left are
-    divided among the others."""
+    """Workers without a number of threads divide the cores by themselves; where some have one, or ranks, those that are
+    left are divided among the others."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(16)))
     monkeypatch.setattr(system, "cpu_quota", lambda: None)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)

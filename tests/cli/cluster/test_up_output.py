@@ -1,4 +1,5 @@
-"""`baton up` with stand-ins for gateway and workers, where what it says cannot be written: it serves, and drains as ever."""
+"""`baton up` with stand-ins for gateway and workers, where what it says cannot be written: it serves, and drains as
+ever."""
 
 import os
 import signal

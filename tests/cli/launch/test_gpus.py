@@ -17,7 +17,8 @@ NEW, OLD = (9, 0), (7, 5)
 
 
 def show(monkeypatch, named: str | None, *capabilities: tuple[int, int]) -> None:
-    """Have CUDA show this process GPUs of these `capabilities`, the variable being `named`; without any there is no driver."""
+    """Have CUDA show this process GPUs of these `capabilities`, the variable being `named`; without any there is no
+    driver."""
     monkeypatch.delenv(VISIBLE, raising=False)
     if named is not None:
         monkeypatch.setenv(VISIBLE, named)

@@ -1,4 +1,5 @@
-"""`baton up --model OWNER/NAME`: downloaded from a hub on loopback, verified, found again without it, refused in one line."""
+"""`baton up --model OWNER/NAME`: downloaded from a hub on loopback, verified, found again without it, refused in one
+line."""
 
 import os
 import subprocess

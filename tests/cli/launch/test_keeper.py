@@ -95,7 +95,8 @@ async def test_killed_when_it_does_not_drain(capfd):
 
 
 async def test_a_signal_leaves_the_childs_status_to_asyncio(monkeypatch):
-    """Popen.send_signal polls: of a child that has just died asyncio would learn nothing but "Unknown child process"."""
+    """Popen.send_signal polls: of a child that has just died asyncio would learn nothing but "Unknown child
+    process"."""
     signalled = []
     monkeypatch.setattr(subprocess.Popen, "send_signal", lambda self, number: signalled.append(number))
     keeper = Keeper("x", program(READY + "time.sleep(60)"))

@@ -214,7 +214,8 @@ async def test_later_workers_have_gpus_of_their_own(folder, monkeypatch):
 
 
 async def test_each_model_keeps_a_worker_of_a_role(folder):
-    """Numbers are of all models together: those that go are of the one with most workers, those that come of the one with fewest."""
+    """Numbers are of all models together: those that go are of the one with most workers, those that come of the one
+    with fewest."""
     programs = [WorkerProgram(folder / "m", {}, model_name=name) for name in ("chat", "code")]
     launcher = LocalLauncher(programs, ["127.0.0.1:1"], {}, ("prefill",))
 

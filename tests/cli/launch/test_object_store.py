@@ -1,5 +1,5 @@
-"""`baton up --model s3://...` and https://...: fetched once, in pieces that are not fetched twice, verified; S3 is moto's, on loopback.
-gs:// takes the same way and has no server here."""
+"""`baton up --model s3://...` and https://...: fetched once, in pieces that are not fetched twice, verified; S3 is
+moto's, on loopback. gs:// takes the same way and has no server here."""
 
 import errno
 import hashlib
@@ -58,7 +58,8 @@ def s3(monkeypatch):
 
 
 class Web:
-    """Serves files by name; `asked`: method, name and range of each request. `limit`: GETs of weights that are answered."""
+    """Serves files by name; `asked`: method, name and range of each request. `limit`: GETs of weights that are
+    answered."""
 
     def __init__(self, files: dict[str, bytes]):
         self.files, self.asked, self.limit = dict(files), [], 10**9

@@ -82,7 +82,8 @@ def test_read_here_as_split(run_stack, client, adapters):
 
 
 def test_a_worker_without_it_is_not_asked(run_stack, adapters):
-    """One of two decode workers holds the adapter, and no prefill worker does: the prompt is read where it is answered."""
+    """One of two decode workers holds the adapter, and no prefill worker does: the prompt is read where it is
+    answered."""
     given = ("--adapter", f"x={adapters / 'a'}")
     with run_stack("unlike", unlike_decode=[given], gateway_options=GATEWAY_OPTIONS) as stack:
         other = Client(stack.target)

@@ -1,5 +1,5 @@
-"""Two models behind one gateway in real processes: each with its own workers and cache, one replaced while it answers, one
-whose worker dies."""
+"""Two models behind one gateway in real processes: each with its own workers and cache, one replaced while it answers,
+one whose worker dies."""
 
 import json
 import re
@@ -98,7 +98,8 @@ def test_listed_by_http(many):
 
 
 def test_commands_that_ask_all_of_them(many, tmp_path, capsys):
-    """`baton doctor` compares and connects workers of one model alone, and asks each; `baton batch` goes by its lines."""
+    """`baton doctor` compares and connects workers of one model alone, and asks each; `baton batch` goes by its
+    lines."""
     assert main(["doctor", "--json", "--target", many.target]) == 0
     checks = json.loads(capsys.readouterr().out)["checks"]
     assert [each for each in checks if each["status"] in ("warning", "failure")] == []

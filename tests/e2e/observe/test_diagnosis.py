@@ -84,8 +84,8 @@ def load(
     pause_s: float = 0.0,
     options: tuple = (),
 ) -> str:
-    """Send requests, `num_clients` at a time, for `seconds` or until there are no more; read a message in `pause_s`. The
-    sentence."""
+    """Send requests, `num_clients` at a time, for `seconds` or until there are no more; read a message in `pause_s`.
+    The sentence."""
     until, turn = time.monotonic() + seconds, threading.Lock()
 
     def work(stub: inference_pb2_grpc.InferenceStub) -> None:

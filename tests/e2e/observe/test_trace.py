@@ -219,8 +219,8 @@ def test_deadline(client, traced, prompts, slow):
 
 @pytest.fixture(scope="module")
 def small_stack(run_stack, receiver):
-    """16 blocks of 32 tokens on each worker: two long requests do not fit, and one at most may wait. None waits for a worker
-    that is gone."""
+    """16 blocks of 32 tokens on each worker: two long requests do not fit, and one at most may wait. None waits for a
+    worker that is gone."""
     env = {"OTEL_EXPORTER_OTLP_ENDPOINT": receiver.endpoint}
     gateway_options = ("--max-queued-requests", "1", "--max-start-wait-s", "0")
     options = {"options": ("--num-blocks", "16", "--threads", "1"), "gateway_options": gateway_options}

@@ -1,4 +1,5 @@
-"""A stack whose workers have ranks with a GPU each, on stand-ins: prompts cross from ranks to ranks, and a lost rank loses no token."""
+"""A stack whose workers have ranks with a GPU each, on stand-ins: prompts cross from ranks to ranks, and a lost rank
+loses no token."""
 
 import itertools
 import os
@@ -30,8 +31,8 @@ class DeviceStack(Stack):
 
 
 def test_streams_outlive_a_rank_of_two(run_stack, model, prompts, tmp_path):
-    """First whole answers, by way of both groups; then a rank of the one that writes is killed in mid-stream, and a worker of one
-    process goes on, with the prompts' KV from the ranks that have read them."""
+    """First whole answers, by way of both groups; then a rank of the one that writes is killed in mid-stream, and a
+    worker of one process goes on, with the prompts' KV from the ranks that have read them."""
     engine = bare.load_engine(model, **OPTIONS)
     asked = [(prompts(90 + index), {"seed": index, "temperature": 0.9, "max_tokens": 40}) for index in range(3)]
     options = {"options": (*FLAGS, "--strict-numerics"), "env": {FOLDER: str(tmp_path)}, "fork_server": None}

@@ -1,5 +1,5 @@
-"""One worker of each role, killed again and again: requests wait for the next life, or a worker of the other role stands in,
-and none fails."""
+"""One worker of each role, killed again and again: requests wait for the next life, or a worker of the other role
+stands in, and none fails."""
 
 import itertools
 import threading

@@ -1,6 +1,6 @@
 """Hybrids through real processes: KV and the state behind it cross from the prefill to the decode worker, prefixes are
-found where checkpoints stand, and a killed decode worker changes no token. So with a model of which some layers have a window, whose
-workers give parts of blocks back."""
+found where checkpoints stand, and a killed decode worker changes no token. So with a model of which some layers have a
+window, whose workers give parts of blocks back."""
 
 import shutil
 

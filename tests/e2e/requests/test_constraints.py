@@ -1,4 +1,5 @@
-"""Answers under constraints over a real stack: what one engine answers, whichever worker reads the prompt, and valid."""
+"""Answers under constraints over a real stack: what one engine answers, whichever worker reads the prompt, and
+valid."""
 
 import json
 import re

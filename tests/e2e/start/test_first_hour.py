@@ -1,4 +1,5 @@
-"""The commands of README and quickstarts, word for word, in a network of their own, where port 50051 is free and names lead here."""
+"""The commands of README and quickstarts, word for word, in a network of their own, where port 50051 is free and names
+lead here."""
 
 import os
 import re
@@ -29,8 +30,8 @@ def commands(page: str, first: str) -> list[str]:
 
 
 def walk(lines: list[str], folder: Path, then: str = "") -> str:
-    """Run them as one would type them: what serves goes to the background, and the next waits until it does. Returns what they
-    print; `then` is run behind them."""
+    """Run them as one would type them: what serves goes to the background, and the next waits until it does. Returns
+    what they print; `then` is run behind them."""
     script = ["set -e", "ip link set lo up", "mount --bind hosts /etc/hosts", f"cd {folder / 'here'}"]
     for line in lines:
         is_server = re.search(r"\bbaton up\b", line) is not None

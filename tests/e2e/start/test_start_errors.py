@@ -1,5 +1,5 @@
-"""A start that cannot succeed ends with one clear line that names the thing, and with exit status 2 (1: an address that is
-taken)."""
+"""A start that cannot succeed ends with one clear line that names the thing, and with exit status 2 (1: an address that
+is taken)."""
 
 import json
 import shutil

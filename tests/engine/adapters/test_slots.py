@@ -1,5 +1,5 @@
-"""Slots of adapters: bounded, least recently used first, never one that a request uses; and answers that do not depend on
-them."""
+"""Slots of adapters: bounded, least recently used first, never one that a request uses; and answers that do not depend
+on them."""
 
 import hashlib
 import random
@@ -130,7 +130,8 @@ def test_one_that_is_ready_waits_for_who_asked_for_it(monkeypatch):
 
 
 def test_one_that_nobody_comes_for_keeps_another_waiting_for_a_moment_alone(monkeypatch):
-    """Each worker makes it ready that a request asked, and one serves: the others were idle, and refused for two seconds."""
+    """Each worker makes it ready that a request asked, and one serves: the others were idle, and refused for two
+    seconds."""
     now = 0.0
     monkeypatch.setattr(adapters, "time", SimpleNamespace(monotonic=lambda: now))
     shelves = [Shelf(1), Shelf(1)]
@@ -272,7 +273,8 @@ def test_settings_that_are_refused(folders):
 
 
 def test_a_gpu_has_room_for_adapters_behind_its_pool(tmp_path, monkeypatch):
-    """For all that are named, or for as many of the largest as there are slots, and the one that is made ready before it has one."""
+    """For all that are named, or for as many of the largest as there are slots, and the one that is made ready before
+    it has one."""
     base = make_folder(tmp_path / "base", "llama3", num_hidden_layers=1)
     for rank in (4, 16):
         make_adapter(tmp_path / str(rank), base, ATTENTION + MLP, rank=rank)

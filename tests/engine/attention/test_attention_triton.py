@@ -188,8 +188,8 @@ LONG = 6 * SPLIT + 9
     ],
 )
 def test_a_long_sequence_among_short_ones_is_shared_by_programs(name, lengths, device, monkeypatch):
-    """One program for each of its KV heads walked it while all others had ended. With the fixed form the bits are those of
-    any other way."""
+    """One program for each of its KV heads walked it while all others had ended. With the fixed form the bits are those
+    of any other way."""
     backend = made(name, (4, 1, 16), device)
     pool, batch, q = one_step(backend.shape, lengths)
     monkeypatch.setattr(backend, "_wanted", 6)

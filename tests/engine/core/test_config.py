@@ -26,7 +26,8 @@ MIB = 1 << 20
     ],
 )
 def test_a_pool_is_an_eighth_of_what_the_container_may_have(monkeypatch, limit, num_workers, wanted):
-    """Not of the machine: a container is ended for what it takes beyond its limit. Of more than two workers all have a quarter."""
+    """Not of the machine: a container is ended for what it takes beyond its limit. Of more than two workers all have a
+    quarter."""
     monkeypatch.setattr(system, "memory_limit", lambda: limit)
     layout = read_spec(ROOT / "demo" / "target").kv_layout("bf16", 32)
     settings = EngineConfig(

@@ -14,7 +14,8 @@ from tests.support.engine.folders import make_few_heads
 
 
 def test_workers_whose_code_differs_are_told_apart(tmp_path, monkeypatch):
-    """On a CPU too: mixtures whose routers one build rounds and another reads as they are had one class, and other bits."""
+    """On a CPU too: mixtures whose routers one build rounds and another reads as they are had one class, and other
+    bits."""
     (tmp_path / "model").mkdir()
     make_few_heads(tmp_path / "model")
     config = EngineConfig(tmp_path / "model", device="cpu", block_size=16, num_blocks=4, max_model_len=64)

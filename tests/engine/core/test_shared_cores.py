@@ -59,7 +59,8 @@ def test_each_has_an_equal_part_and_one_at_least(tmp_path, sixteen):
 
 
 def test_no_step_is_computed_by_more_than_the_idle_leave(tmp_path, sixteen):
-    """Whoever began when. Only who was there before another one came may have taken what is its part now, until its step ends."""
+    """Whoever began when. Only who was there before another one came may have taken what is its part now, until its
+    step ends."""
     draw, computing, workers = random.Random(0), {}, [SharedCores(tmp_path) for _ in range(4)]
     for _ in range(2000):
         worker = draw.choice(workers)
@@ -135,7 +136,8 @@ def test_a_folder_that_cannot_be_used_is_named(tmp_path):
 
 
 def test_a_full_file_system_is_one_line(tmp_path):
-    """Seen: SIGBUS at the first store, as the file had its size and no page; and so again at each start, as it stayed."""
+    """Seen: SIGBUS at the first store, as the file had its size and no page; and so again at each start, as it
+    stayed."""
     command = [*IN_FULL_FOLDER, tmp_path]
     if subprocess.run([*command, "true"], capture_output=True).returncode:
         pytest.skip("this system lets nobody mount a small file system")

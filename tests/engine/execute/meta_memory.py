@@ -1,7 +1,7 @@
-"""Plan the memory of GPUs of several sizes for workers of large models, as a start does, on meta tensors: each worker has
-a count of what is allocated in place of torch's allocator, and workers of one GPU see one another's in what is free.
-Prints as JSON, by model, GPU and workers: the most that each has had at any time, its pool, and its share; or the line
-that ends its start.
+"""Plan the memory of GPUs of several sizes for workers of large models, as a start does, on meta tensors: each worker
+has a count of what is allocated in place of torch's allocator, and workers of one GPU see one another's in what is
+free. Prints as JSON, by model, GPU and workers: the most that each has had at any time, its pool, and its share; or the
+line that ends its start.
 
     TRITON_INTERPRET=0 python -m tests.engine.execute.meta_memory "8B bf16 48" "70B int4 24"
 """
@@ -148,7 +148,8 @@ def start(name: str, form: str, role: str, worker: Allocator, num_workers: int) 
 
 
 def weight_bytes(spec: ModelSpec, form: str) -> int:
-    """Of all linear weights, in bytes: bf16, or four bits with fp32 scales of 128 inputs; embedding and head are bf16."""
+    """Of all linear weights, in bytes: bf16, or four bits with fp32 scales of 128 inputs; embedding and head are
+    bf16."""
     heads = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
     layer = spec.hidden_size * (heads + spec.num_heads * spec.head_dim + 3 * spec.intermediate_size)
     stored = 2 if form == "bf16" else 0.5 + 4 / 128

@@ -1,6 +1,6 @@
-"""Run whole steps of large models on meta tensors: nothing is computed, but every operator checks its devices and shapes,
-and every launch is bound to its kernel's signature, as for compute capability 9.0, and its grid checked. Prints as JSON,
-by model: launches, the variants of the warm-up, and those that a serving trace asks for beyond them. Run with
+"""Run whole steps of large models on meta tensors: nothing is computed, but every operator checks its devices and
+shapes, and every launch is bound to its kernel's signature, as for compute capability 9.0, and its grid checked. Prints
+as JSON, by model: launches, the variants of the warm-up, and those that a serving trace asks for beyond them. Run with
 TRITON_INTERPRET=0."""
 
 import json
@@ -283,8 +283,8 @@ STATES = {
 
 
 def state_layers(recorder: Recorder) -> dict[str, dict]:
-    """Steps of models of a layer with a state and one of attention, and what the first one launches for a decode step of 64
-    sequences; with room for proposals, and in the fast form without."""
+    """Steps of models of a layer with a state and one of attention, and what the first one launches for a decode step
+    of 64 sequences; with room for proposals, and in the fast form without."""
     rope, found = RopeSpec(kind="default", theta=1e4, max_position_embeddings=CONTEXT, original_context=CONTEXT), {}
     for name, state in STATES.items():
         layers = (LayerSpec(has_attention=False, state=state), LayerSpec())
@@ -343,7 +343,8 @@ def with_adapters(step: ForwardBatch, adapters: list[Adapter]) -> ForwardBatch:
 
 
 def launches_of_rounding(recorder: Recorder) -> dict[str, int]:
-    """Return the launches of a step of 2,048 tokens, two layers, by the form of weights: none of its sums is in segments."""
+    """Return the launches of a step of 2,048 tokens, two layers, by the form of weights: none of its sums is in
+    segments."""
     found = {}
     for form in ("bf16", "fp8", "fp8-block", "int8"):
         model = make_model("8B", form, "bf16", True)
@@ -391,7 +392,8 @@ def setups() -> Iterator[tuple[str, Setup]]:
 
 
 def warm_variants() -> dict[str, Variant]:
-    """Return every variant that the warm-up compiles for these models: by kernel's module, its name and the variant's."""
+    """Return every variant that the warm-up compiles for these models: by kernel's module, its name and the
+    variant's."""
     kernels.unavailable = lambda device: ""
     recorder, found = Recorder(), {}
     with torch.inference_mode():

@@ -63,8 +63,8 @@ def threads_come_back():
 @pytest.mark.skipif(native.library() is None, reason=native.unavailable() or "there")
 @pytest.mark.usefixtures("threads_come_back")
 def test_scratch_of_threads_that_have_ended_is_not_counted():
-    """OpenMP ends a thread at each smaller number, soon, and makes another one at each larger. Three threads stay, whose scratch grows
-    to the most that they need."""
+    """OpenMP ends a thread at each smaller number, soon, and makes another one at each larger. Three threads stay,
+    whose scratch grows to the most that they need."""
     kernel, x = PackedLinear(DenseWeight(torch.randn(512, 512)), None, torch.float32), torch.randn(64, 512)
     seen = []
     for _ in range(50):

@@ -111,8 +111,8 @@ def test_the_tokens_of_one_step_at_a_time(seed, num_blocks, num_seqs):
 
 @pytest.mark.parametrize("seed", range(3))
 def test_states_are_kept_as_they_stood_behind_each_step(seed):
-    """The toy model looks at every state that it is given. Copies come in the order of launches, as on a stream: what is
-    copied when a step is read stands behind the next one already."""
+    """The toy model looks at every state that it is given. Copies come in the order of launches, as on a stream: what
+    is copied when a step is read stands behind the next one already."""
     options = dict(num_blocks=64, max_num_seqs=4, num_states=12, checkpoint_tokens=64)
     engine, requests = two_deep(**options), workload(seed)
     launcher, copy = engine.runner.launcher, engine.scheduler.copies.state

@@ -1,4 +1,5 @@
-"""What workers of large models take of GPUs of several sizes, weights, pool, graphs and steps together (meta_memory.py)."""
+"""What workers of large models take of GPUs of several sizes, weights, pool, graphs and steps together
+(meta_memory.py)."""
 
 import json
 import os

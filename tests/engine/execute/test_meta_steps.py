@@ -59,8 +59,8 @@ def test_latent_attention_sinks_and_adapters_are_launched_and_warmed_as_well(mad
 
 
 def test_layers_with_a_state_are_launched_and_warmed_as_well(made):
-    """Three launches between the two products of a layer; of Mamba six, around two products more. Products of the fast form
-    are cuBLAS's, and not counted."""
+    """Three launches between the two products of a layer; of Mamba six, around two products more. Products of the fast
+    form are cuBLAS's, and not counted."""
     found = made["states"]
     assert len(found) == 6 and not {name: each["cold"] for name, each in found.items() if each["cold"]}
     assert all(each["layers"] == "torch" and each["capturable"] for each in found.values())

@@ -1,5 +1,5 @@
-"""Decode steps in one native call, several or one with proposals, give what single steps give, and let nobody wait longer
-than a step."""
+"""Decode steps in one native call, several or one with proposals, give what single steps give, and let nobody wait
+longer than a step."""
 
 import random
 
@@ -95,8 +95,8 @@ def test_any_sampling_as_single_steps(engines, data):
 
 @pytest.fixture(scope="module")
 def speculating(folder):
-    """As `engines`, each of which looks every prompt up and verifies four proposals a step, and none only to measure a plain
-    one: single steps and calls of several have other ones to measure."""
+    """As `engines`, each of which looks every prompt up and verifies four proposals a step, and none only to measure a
+    plain one: single steps and calls of several have other ones to measure."""
     options = dict(speculator="ngram", num_draft_tokens=4)
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(controller, "FIRST_INTERVAL", controller.NEVER)

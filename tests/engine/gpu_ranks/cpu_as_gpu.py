@@ -1,5 +1,5 @@
-"""Ranks of GPUs on a CPU: gloo in place of NCCL, Triton's interpreter in place of its compiler, and graphs that compute again.
-As a program it is one rank."""
+"""Ranks of GPUs on a CPU: gloo in place of NCCL, Triton's interpreter in place of its compiler, and graphs that compute
+again. As a program it is one rank."""
 
 import os
 from types import SimpleNamespace

@@ -91,8 +91,8 @@ def answers(engine: Engine) -> dict:
 
 @pytest.mark.parametrize("degree", [2, pytest.param(4, marks=pytest.mark.long)])
 def test_ranks_with_a_device_each_give_the_answers_of_one(folder, devices, degree):
-    """In the bits of KV as well, of which each has its heads: in graphs and without, steps in flight, blocks that are copied,
-    logits that are asked for later."""
+    """In the bits of KV as well, of which each has its heads: in graphs and without, steps in flight, blocks that are
+    copied, logits that are asked for later."""
     alone = Engine.load(config_of(folder, 1))
     alone.runner.launcher = GpuLauncher(alone.runner.model, alone.pool, alone.config, False)
     alone.runner.sampler = sampler_on(CPU)
@@ -120,7 +120,8 @@ def test_ranks_with_a_device_each_give_the_answers_of_one(folder, devices, degre
     ("num_stages", "attention"), [(2, "triton"), pytest.param(3, "reference", marks=pytest.mark.long)]
 )
 def test_stages_with_a_device_each_give_the_answers_of_one(tmp_path, devices, num_stages, attention):
-    """In the bits of KV as well, of which each has its layers: in graphs and with steps in flight, and in torch's operators."""
+    """In the bits of KV as well, of which each has its layers: in graphs and with steps in flight, and in torch's
+    operators."""
     make_few_heads(tmp_path, num_stages)
     config = replace(config_of(tmp_path, 1), attention=attention)
     alone = Engine.load(config)
@@ -142,7 +143,8 @@ def test_stages_with_a_device_each_give_the_answers_of_one(tmp_path, devices, nu
 
 
 def test_ranks_size_their_pools(folder, devices):
-    """As a start does by default: they compute the step that is measured together, the logits of a prompt that is read too."""
+    """As a start does by default: they compute the step that is measured together, the logits of a prompt that is read
+    too."""
     engine = load(replace(config_of(folder, 2), num_blocks=None))
     try:
         layout = engine.pool.layout
@@ -186,7 +188,8 @@ def test_an_adapter_of_another_base_is_one_line(folder, devices, tmp_path, capfd
 
 @pytest.mark.parametrize("kind", ["medusa", pytest.param("eagle", marks=pytest.mark.long)])
 def test_heads_give_the_answers_of_one(folder, devices, kind, tmp_path):
-    """They are made before ranks compute anything together, and look into the embedding then: of a GPU's ranks each has all of it."""
+    """They are made before ranks compute anything together, and look into the embedding then: of a GPU's ranks each has
+    all of it."""
     target = FrozenTarget(folder, 64, 64)
     export_heads(new_heads(target, kind), kind, target, tmp_path)
     config = replace(config_of(folder, 1), linear="triton", cuda_graphs=False)
@@ -205,7 +208,8 @@ def test_heads_give_the_answers_of_one(folder, devices, kind, tmp_path):
 
 @pytest.mark.parametrize("degree", [2, pytest.param(4, marks=pytest.mark.long)])
 def test_experts_of_ranks_are_grouped(tmp_path, devices, degree):
-    """In graphs and steps in flight, with the bits of one: what each expert says is added over the ranks in one turn."""
+    """In graphs and steps in flight, with the bits of one: what each expert says is added over the ranks in one
+    turn."""
     make_folder(tmp_path, "mixtral", head_dim=16, num_hidden_layers=1)
     config = replace(config_of(tmp_path, 1), linear="triton", dtype="bf16", kv_dtype="bf16")
     alone = Engine.load(config)
@@ -256,8 +260,8 @@ def test_why_experts_of_ranks_are_not_grouped(tmp_path, devices, name, options, 
 
 
 def test_routers_of_ranks_are_exact(tmp_path, monkeypatch):
-    """Each rank measures which kernels are fastest on its own GPU. Scores of two kernels differ in their last bits, and experts that
-    ranks choose otherwise end their sums out of step."""
+    """Each rank measures which kernels are fastest on its own GPU. Scores of two kernels differ in their last bits, and
+    experts that ranks choose otherwise end their sums out of step."""
     make_folder(tmp_path, "mixtral", head_dim=16, num_hidden_layers=1)
     asked, choose = [], loader.choose_linear
 

@@ -1,5 +1,5 @@
-"""A rank's part of a product on a GPU sums as the whole does: the segments of its inputs are those of all outputs, and one leaf is
-one segment."""
+"""A rank's part of a product on a GPU sums as the whole does: the segments of its inputs are those of all outputs, and
+one leaf is one segment."""
 
 import os
 

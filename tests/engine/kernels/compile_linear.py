@@ -1,5 +1,5 @@
-"""Compile the linear kernels, those of experts, those of adapters and those between products for GPUs that are not here; prints JSON as compile_kernels.py
-does. Run with TRITON_INTERPRET=0."""
+"""Compile the linear kernels, those of experts, those of adapters and those between products for GPUs that are not
+here; prints JSON as compile_kernels.py does. Run with TRITON_INTERPRET=0."""
 
 import json
 import sys

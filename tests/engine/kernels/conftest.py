@@ -1,4 +1,5 @@
-"""Models whose linear layers are those of a GPU, wherever they are loaded: compiled there, in Triton's interpreter here."""
+"""Models whose linear layers are those of a GPU, wherever they are loaded: compiled there, in Triton's interpreter
+here."""
 
 import pytest
 

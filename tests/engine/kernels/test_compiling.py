@@ -1,4 +1,5 @@
-"""Watch Triton compile, and what it compiles first: what launches kernels, which one line says where this machine cannot."""
+"""Watch Triton compile, and what it compiles first: what launches kernels, which one line says where this machine
+cannot."""
 
 import os
 
@@ -38,7 +39,8 @@ def test_triton_tells_when_it_compiles(monkeypatch):
 
 @pytest.fixture
 def gpu_host(monkeypatch, tmp_path):
-    """A host on which torch finds a GPU, with a driver's library in `ldconfig -p` that nothing is linked to; Triton's cache is empty."""
+    """A host on which torch finds a GPU, with a driver's library in `ldconfig -p` that nothing is linked to; Triton's
+    cache is empty."""
     libcuda = tmp_path / "lib"
     libcuda.mkdir()
     (libcuda / "libcuda.so.1").write_bytes(b"")

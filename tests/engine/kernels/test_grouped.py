@@ -145,7 +145,8 @@ CASES = [
 
 @pytest.mark.parametrize(("family", "quantization", "layers"), CASES)
 def test_models_equal_torch_expert_by_expert(tmp_path, family, quantization, layers, on_gpu_kernels):
-    """Near to what torch computes expert by expert, with one row's bits whatever shares its step; and fit for a graph."""
+    """Near to what torch computes expert by expert, with one row's bits whatever shares its step; and fit for a
+    graph."""
     sizes = dict(hidden_size=64, intermediate_size=64, moe_intermediate_size=64) if quantization != "none" else {}
     make_folder(tmp_path, family, num_hidden_layers=2, **sizes)
     config = EngineConfig(tmp_path, attention="triton", quantization=quantization, dtype="fp32")

@@ -1,5 +1,5 @@
-"""Adapters by Triton's kernels, compiled on a GPU and in the interpreter on a CPU: whole engines against torch's composition
-of the same pairs, and mixed in one batch, bit for bit as alone."""
+"""Adapters by Triton's kernels, compiled on a GPU and in the interpreter on a CPU: whole engines against torch's
+composition of the same pairs, and mixed in one batch, bit for bit as alone."""
 
 import os
 
@@ -26,7 +26,8 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_rows_of_several_adapters(dtype):
-    """Ranks that no tile divides, one above 64; an adapter without this linear; rows of none; more rows than a tile has."""
+    """Ranks that no tile divides, one above 64; an adapter without this linear; rows of none; more rows than a tile
+    has."""
     from baton.engine.adapters.gpu_low_rank import BLOCK_M, GpuAdapters, GpuLowRank
 
     torch.manual_seed(1)

@@ -189,7 +189,8 @@ def test_decoded_kv_equals_recomputed_kv(folder, kernels, form, dtype):
     ],
 )
 def test_engine(folder, kernels, form):
-    """A small pool, so that sequences are preempted and come back: the answers of each prompt alone, prefixes shared."""
+    """A small pool, so that sequences are preempted and come back: the answers of each prompt alone, prefixes
+    shared."""
     needs(kernels)
     attention, linear = KERNELS[kernels]
     options = dict(dtype="fp32", kv_dtype=form, attention=attention, linear=linear, block_size=16, max_num_seqs=4)

@@ -1,4 +1,5 @@
-"""Parts of blocks that layers with a window have: counted by who sees them, and their pages given back to the system."""
+"""Parts of blocks that layers with a window have: counted by who sees them, and their pages given back to the
+system."""
 
 import os
 import random
@@ -121,7 +122,8 @@ def test_random_lives(seed, num_blocks):
 
 
 def test_an_allocation_takes_what_was_left_longest_ago():
-    """Parts that were left before a unit go before it, and after it behind it; its block keeps its pages for who takes it next."""
+    """Parts that were left before a unit go before it, and after it behind it; its block keeps its pages for who takes
+    it next."""
     memory = Memory(16)
     ledger = Ledger(4, 64, window=WINDOW, parts=WindowParts(4, 16, WINDOW, memory))
     first, unit, last = (ledger.allocate(1, Holder.RUNNING) for _ in range(3))
@@ -208,8 +210,8 @@ def test_pages_go_back_and_come_again(shared):
 
 @pytest.mark.parametrize(("kv_dtype", "num_blocks"), [("fp32", 26), ("int8", 30)])
 def test_a_model_holds_no_more_memory_than_its_blocks(tmp_path, kv_dtype, num_blocks):
-    """Two sequences of 16 blocks each, which do not fit whole beside each other, run beside each other, with the tokens of a larger
-    pool."""
+    """Two sequences of 16 blocks each, which do not fit whole beside each other, run beside each other, with the tokens
+    of a larger pool."""
     make_folder(tmp_path, "gemma3", num_key_value_heads=4, head_dim=64, max_position_embeddings=1024)
     spec, regions = read_spec(tmp_path), []
 

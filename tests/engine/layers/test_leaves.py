@@ -1,4 +1,5 @@
-"""Sums over inputs that ranks share: what 2, 4 or 8 of them add up has the bits of one device, for every form of a weight."""
+"""Sums over inputs that ranks share: what 2, 4 or 8 of them add up has the bits of one device, for every form of a
+weight."""
 
 import pytest
 import torch

@@ -297,7 +297,8 @@ def test_a_library_that_refuses_a_shape_is_left_out(tmp_path, caplog):
 
 
 def test_a_tile_that_is_too_large_is_left_out(tmp_path, caplog):
-    """As Triton refuses it where a block's shared memory is less than an A100's: with an error that is no RuntimeError."""
+    """As Triton refuses it where a block's shared memory is less than an A100's: with an error that is no
+    RuntimeError."""
     kernel = GpuLinear(on_device(dense_weight((16, 64), BF16)), None, BF16, False)
 
     def refuse(x, largest):

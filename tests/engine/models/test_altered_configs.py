@@ -1,5 +1,5 @@
-"""Each value of a config.json, altered: the model is then another one as transformers has it, and here it is the same one, or is
-refused. What is read past shows so."""
+"""Each value of a config.json, altered: the model is then another one as transformers has it, and here it is the same
+one, or is refused. What is read past shows so."""
 
 import json
 import shutil
@@ -58,7 +58,8 @@ def altered(value: object) -> list:
 
 
 def made(folder, prefix: str, config) -> torch.Tensor | None:
-    """Save a random model in place of the last; return its logits behind the prompt, None where transformers can't make it."""
+    """Save a random model in place of the last; return its logits behind the prompt, None where transformers can't make
+    it."""
     shutil.rmtree(folder, ignore_errors=True)
     torch.manual_seed(0)
     try:

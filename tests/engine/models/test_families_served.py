@@ -1,5 +1,5 @@
-"""What every family walks through: batched and chunked, from the cache, preempted, handed over, migrated and speculated, bit for bit
-as alone. A family joins by its line in tests/support/engine/folders.py."""
+"""What every family walks through: batched and chunked, from the cache, preempted, handed over, migrated and
+speculated, bit for bit as alone. A family joins by its line in tests/support/engine/folders.py."""
 
 import random
 from dataclasses import replace

@@ -1,5 +1,6 @@
-"""Models whose layers keep a state, folded by Triton's kernels: compiled on a GPU, in the interpreter on a CPU. Logits against
-the CPU's kernels, bits whatever shares a step; engines with graphs, padding, steps in flight, checkpoints and proposals."""
+"""Models whose layers keep a state, folded by Triton's kernels: compiled on a GPU, in the interpreter on a CPU. Logits
+against the CPU's kernels, bits whatever shares a step; engines with graphs, padding, steps in flight, checkpoints and
+proposals."""
 
 import os
 from dataclasses import replace
@@ -70,7 +71,8 @@ def small_engine(folder, **options) -> Engine:
 
 
 def test_an_engine_in_graphs_with_steps_in_flight(tmp_path, device):
-    """Three sequences in a graph of four; a state that is kept while the next step is in flight is found by the next request."""
+    """Three sequences in a graph of four; a state that is kept while the next step is in flight is found by the next
+    request."""
     make_folder(tmp_path, "mamba2", **SMALL)
     plain, over = small_engine(tmp_path), small_engine(tmp_path)
     made = over.runner.launcher = GpuLauncher(over.runner.model, over.pool, over.config, False)

@@ -35,8 +35,8 @@ def theirs(model, token_ids: list[int]) -> torch.Tensor:
 
 
 def their_choices(model, prompt: list[int], output: list[int]) -> list[int]:
-    """Return what transformers takes for best behind the prompt and behind each token but the last: where that is the output,
-    it is their greedy answer. One pass in place of one for each token: half of what these tests took."""
+    """Return what transformers takes for best behind the prompt and behind each token but the last: where that is the
+    output, it is their greedy answer. One pass in place of one for each token: half of what these tests took."""
     logits = theirs(model, [*prompt, *output])[len(prompt) - 1 : -1]
     return [pick(row[None]) for row in logits]
 
@@ -74,7 +74,8 @@ def greedy(hand: Hand, prompts: dict[str, list[int]], chunk: int, count: int = N
     return output
 
 
-# The slow backend says little about a family that the other has not said: one each with a window, latent rows, sinks, chunks.
+# The slow backend says little about a family that the other has not said: one each with a window, latent rows, sinks,
+# chunks.
 BY_REFERENCE = ("llama3.1", "gemma2", "deepseek-v3", "gpt-oss", "llama4")
 
 

@@ -9,8 +9,8 @@ from baton.engine.core.model_errors import ModelError
 from baton.engine.models.registry import read_spec
 from tests.support.engine.folders import FAMILIES, ONE_OF_EACH_CLASS, SMALL, config_class
 
-# Not taken over: what ends a text, which generation_config.json says, and the length that longrope began with, where its
-# parameters say another. Latent attention has no KV heads.
+# Not taken over: what ends a text, which generation_config.json says, and the length that longrope began with, where
+# its parameters say another. Latent attention has no KV heads.
 LEFT_OUT = {"eos_token_id", "original_max_position_embeddings"}
 
 

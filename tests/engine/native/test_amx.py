@@ -1,4 +1,5 @@
-"""Linear kernels by the tiles of AMX, emulated: integers have the bits of the tier below, bf16 has the sums of tiles."""
+"""Linear kernels by the tiles of AMX, emulated: integers have the bits of the tier below, bf16 has the sums of
+tiles."""
 
 import os
 import subprocess

@@ -1,5 +1,5 @@
-"""Sums and gathers over torch.distributed, here with gloo between threads, against those over shared memory: the exact ones
-have the same bits, whatever the number of ranks."""
+"""Sums and gathers over torch.distributed, here with gloo between threads, against those over shared memory: the exact
+ones have the same bits, whatever the number of ranks."""
 
 import threading
 

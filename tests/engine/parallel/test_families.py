@@ -31,8 +31,9 @@ CHANGES = {
     "qwen3.5-moe": MOE,
 } | {name: {"v_head_dim": 16} for name in ("deepseek-v2", "deepseek-v2-groups", "deepseek-v3", "kimi-k2")}
 # Of each way in which something is cut one: KV heads that several ranks have and biases behind sums, a head that is the
-# embedding, projections that one tensor holds, norms over all heads, attention beside the MLP, experts, latent attention;
-# of states a norm that all ranks share, groups of heads that several have without one, heads of keys and Mamba's channels.
+# embedding, projections that one tensor holds, norms over all heads, attention beside the MLP, experts, latent
+# attention; of states a norm that all ranks share, groups of heads that several have without one, heads of keys and
+# Mamba's channels.
 ORDINARY = ("llama-mqa-bias", "llama3.2-tied", "phi3", "olmo2", "command-r", "qwen2-moe", "deepseek-v3")
 ORDINARY += ("granite-4", "falcon-h1", "qwen3-next", "jamba")
 

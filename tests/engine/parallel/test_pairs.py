@@ -1,5 +1,5 @@
-"""Every shape of a prefill worker with every one of a decode worker: answers handed over, speculated and migrated are those of
-one process, logprobs bit for bit."""
+"""Every shape of a prefill worker with every one of a decode worker: answers handed over, speculated and migrated are
+those of one process, logprobs bit for bit."""
 
 from dataclasses import replace
 

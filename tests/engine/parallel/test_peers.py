@@ -1,4 +1,5 @@
-"""Sums by way of memory that all ranks reach, here of one process: the kernel writes each rank's share into all of it."""
+"""Sums by way of memory that all ranks reach, here of one process: the kernel writes each rank's share into all of
+it."""
 
 import os
 import threading

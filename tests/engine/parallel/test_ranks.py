@@ -108,8 +108,8 @@ def test_ranks_give_the_answers_of_one(folder, options):
 
 @pytest.mark.parametrize("options", [{}, {"speculator": "draft", "num_draft_tokens": 3}], ids=str)
 def test_stages_give_the_answers_of_one_process(deep, options):
-    """Of 4 layers; a draft model is on the first stage alone. Each stage reads its own layers' tensors, once. Then of so many
-    requests that there are steps in all stages at a time."""
+    """Of 4 layers; a draft model is on the first stage alone. Each stage reads its own layers' tensors, once. Then of
+    so many requests that there are steps in all stages at a time."""
     options = options | ({"draft_model": deep} if options else {})
     alone = Engine.load(config_of(deep, 1, **options))
     expected, kept = answers(alone), alone.pool.bytes.clone()

@@ -68,7 +68,8 @@ def test_stages_of_quantized_weights_without_native_layers(tmp_path, quantizatio
 
 
 def test_layers_are_cut_by_what_they_hold_and_read(tmp_path):
-    """A stage's cost is the weights that it holds and those that a token meets; no other cut has a smaller largest one."""
+    """A stage's cost is the weights that it holds and those that a token meets; no other cut has a smaller largest
+    one."""
     make_folder(tmp_path, "qwen3-moe", num_hidden_layers=7, num_experts=4, mlp_only_layers=[0, 1, 2])
     spec = read_spec(tmp_path)
     alone = [replace(spec, layers=(layer,)) for layer in spec.layers]

@@ -1,5 +1,5 @@
-"""A step in each stage: sequences take turns, and what is given out is what one step at a time gives. The stages are replaced by
-some that compute a step as soon or as late as it may be."""
+"""A step in each stage: sequences take turns, and what is given out is what one step at a time gives. The stages are
+replaced by some that compute a step as soon or as late as it may be."""
 
 import random
 from dataclasses import replace
@@ -105,8 +105,8 @@ def of_tenants(chance: random.Random, index: int):
 )
 @pytest.mark.parametrize("made", [request_of, of_tenants])
 def test_random_lives(seed, num_stages, options, made, monkeypatch):
-    """Submitted, cancelled, parked and resumed, preempted, stopped, found again in the cache; also of two tenants in the
-    end. Turns of one sequence, as few live at a time."""
+    """Submitted, cancelled, parked and resumed, preempted, stopped, found again in the cache; also of two tenants in
+    the end. Turns of one sequence, as few live at a time."""
     monkeypatch.setattr(groups, "MIN_SEQS", 1)
     engine = staged_engine(num_stages, seed, max_num_batched_tokens=256, **options)
     turns = turns_of(engine)

@@ -1,5 +1,5 @@
-"""Engines of ranks and of stages whose layers have windows in part: what goes back of their one pool is given back for all, and the
-answers are those of one process that has room for all of it."""
+"""Engines of ranks and of stages whose layers have windows in part: what goes back of their one pool is given back for
+all, and the answers are those of one process that has room for all of it."""
 
 import pytest
 
@@ -44,7 +44,8 @@ def whole(folder):
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_speculated_beside_each_other_in_the_memory_of_one(folder, whole, shape):
-    """Two sequences of 19 blocks each in 30 whole ones: none is preempted, none reads what is gone; then handed over."""
+    """Two sequences of 19 blocks each in 30 whole ones: none is preempted, none reads what is gone; then handed
+    over."""
     answers = {(key.request_id, 0): record.tokens[0] for key, record in whole.items()}
     config = EngineConfig(
         folder, num_blocks=30, speculator="auto", **OPTIONS | SHAPES[shape] | dict(num_draft_tokens=3)

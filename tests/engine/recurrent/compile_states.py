@@ -1,5 +1,5 @@
-"""Compile the kernels of layers with a state for GPUs that are not here; prints JSON as compile_kernels.py does. Run with
-TRITON_INTERPRET=0."""
+"""Compile the kernels of layers with a state for GPUs that are not here; prints JSON as compile_kernels.py does. Run
+with TRITON_INTERPRET=0."""
 
 import json
 import sys

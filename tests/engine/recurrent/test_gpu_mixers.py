@@ -1,5 +1,5 @@
-"""Layers with a state by Triton's kernels, compiled on a GPU and in the interpreter on a CPU: against torch's fold in float64,
-and bit for bit whatever shares a step, wherever chunks begin, and what was proposed and taken back."""
+"""Layers with a state by Triton's kernels, compiled on a GPU and in the interpreter on a CPU: against torch's fold in
+float64, and bit for bit whatever shares a step, wherever chunks begin, and what was proposed and taken back."""
 
 import os
 import random
@@ -108,8 +108,8 @@ def test_chunks_company_and_proposals_change_no_bit(name):
 
 @pytest.mark.parametrize("name", some(("mamba2", "delta-net"), ("groups",)))
 def test_prompts_by_chunks(name, monkeypatch):
-    """As products of matrices, near the fold; a token's bits alone, in company, and with its prompt cut at multiples of a
-    chunk. What follows the last whole chunk is folded."""
+    """As products of matrices, near the fold; a token's bits alone, in company, and with its prompt cut at multiples of
+    a chunk. What follows the last whole chunk is folded."""
     from baton.engine.recurrent import gpu
 
     monkeypatch.setattr(gpu, "CHUNK", 16)

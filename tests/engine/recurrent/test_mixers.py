@@ -1,5 +1,5 @@
-"""Layers with a state: the native kernel against torch, and neither sees where chunks begin, what shares a step, or what
-was proposed and taken back."""
+"""Layers with a state: the native kernel against torch, and neither sees where chunks begin, what shares a step, or
+what was proposed and taken back."""
 
 import random
 
@@ -110,8 +110,8 @@ class Steps:
         self.out = [torch.zeros(length, mixer.spec.inner_size, dtype=dtype, device=device) for length in lengths]
 
     def step(self, counts: list[int], drafts: list[int] | None = None, accepted: list[int] | None = None) -> None:
-        """Take `counts` rows of each sequence, and `drafts` proposals behind them, of which `accepted` are the sequence's
-        own next rows and the others are not."""
+        """Take `counts` rows of each sequence, and `drafts` proposals behind them, of which `accepted` are the
+        sequence's own next rows and the others are not."""
         drafts, accepted = drafts or [0] * len(counts), accepted or [0] * len(counts)
         if not any(counts):
             return

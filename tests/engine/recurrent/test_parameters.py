@@ -1,5 +1,5 @@
-"""Decays, `D`, `dt_bias`, norms and the convolution's bias of layers with a state are read as the files have them, whatever the compute
-dtype: published ones have them in fp32 (Qwen3.5, Nemotron 3)."""
+"""Decays, `D`, `dt_bias`, norms and the convolution's bias of layers with a state are read as the files have them,
+whatever the compute dtype: published ones have them in fp32 (Qwen3.5, Nemotron 3)."""
 
 import pytest
 import torch

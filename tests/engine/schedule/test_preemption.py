@@ -226,7 +226,8 @@ def beside_a_flood(long, **options) -> tuple[Flood, Collector]:
 
 @pytest.mark.parametrize("num_tokens", [150, 440])
 def test_what_waits_for_blocks_is_not_passed_for_good_by_new_requests(num_tokens):
-    """These take the few that are free each time, of the many that it needs at a time. Of 500 tokens it needs the whole pool."""
+    """These take the few that are free each time, of the many that it needs at a time. Of 500 tokens it needs the whole
+    pool."""
     long = make_request("long", prompt(num_tokens), 60)
     flood, records = beside_a_flood(long)
     flood.steps(500, lambda: records[long.key].ended)

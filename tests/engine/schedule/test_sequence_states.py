@@ -1,5 +1,6 @@
-"""Sequences whose model keeps a state, in few blocks: whatever happens to them, a state is that of its own tokens, every
-block of states has its holder, and answers are those of a request alone. The toy model looks at each state it is given."""
+"""Sequences whose model keeps a state, in few blocks: whatever happens to them, a state is that of its own tokens,
+every block of states has its holder, and answers are those of a request alone. The toy model looks at each state it is
+given."""
 
 import random
 

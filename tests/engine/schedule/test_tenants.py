@@ -113,8 +113,8 @@ def test_who_comes_waits_for_a_short_step_and_is_read_in_one_piece():
 
 
 def test_gaps_between_a_floods_prompts_do_not_make_its_chunks_whole():
-    """One that sends without end, and one at a time: its next prompt is read in short steps, and no token of it in those of
-    one that seldom comes, whose rest would wait for them."""
+    """One that sends without end, and one at a time: its next prompt is read in short steps, and no token of it in
+    those of one that seldom comes, whose rest would wait for them."""
     engine, records = toy_engine(num_blocks=128, max_model_len=1024, max_num_batched_tokens=512), Collector()
     sizes = engine.runner.model.batch_sizes
     run(engine, [of(QUIET, "q0", 40)], records)
@@ -339,8 +339,8 @@ def flood_door(engine, tenant: bytes, requests: list, num_tokens: int) -> None:
 
 @pytest.mark.parametrize(("num_tokens", "is_part"), [(200, True), (360, False)])
 def test_what_waits_for_blocks_is_not_passed_for_good_by_its_tenants_requests(num_tokens, is_part):
-    """As long as it is no more than its tenant's part, 24 blocks. One that is has to wait for other tenants, and those of its own
-    go on meanwhile."""
+    """As long as it is no more than its tenant's part, 24 blocks. One that is has to wait for other tenants, and those
+    of its own go on meanwhile."""
     engine, records = toy_engine(max_num_seqs=16, num_blocks=48), Collector()
     long = of(QUIET, "long", num_tokens, 60)
     engine.submit(long)
@@ -362,8 +362,8 @@ def test_what_waits_for_blocks_is_not_passed_for_good_by_its_tenants_requests(nu
 
 
 def test_who_comes_behind_one_that_waits_is_owed_what_both_lack():
-    """It leaves that one what it lacks: with what it lacks alone both wait. Their tenant runs its part, and has not its part of the
-    blocks."""
+    """It leaves that one what it lacks: with what it lacks alone both wait. Their tenant runs its part, and has not its
+    part of the blocks."""
     engine, records = toy_engine(num_blocks=80, max_num_seqs=12), Collector()
     long = of(QUIET, "long", 240, 60, named=False)
     flood = [of(FLOOD, f"f{i}", 150, 40, named=False) for i in range(5)]

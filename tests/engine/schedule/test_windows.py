@@ -1,6 +1,6 @@
-"""Sequences of a model whose layers all see a window, in few blocks: what lies outside it is given back while they run, and is
-neither looked for in the cache nor fetched. Of a model with some such layers their part of blocks goes back, and the blocks stay.
-The toy model checks every token that each layer is to see."""
+"""Sequences of a model whose layers all see a window, in few blocks: what lies outside it is given back while they run,
+and is neither looked for in the cache nor fetched. Of a model with some such layers their part of blocks goes back, and
+the blocks stay. The toy model checks every token that each layer is to see."""
 
 import random
 
@@ -261,8 +261,8 @@ def test_a_taker_may_have_all_of_a_prompt_that_was_found_cached():
 
 
 def test_parts_that_went_back_are_computed_again():
-    """Another prompt has taken the room of what a long sequence had left. Its next turn goes on where it ended; a taker, an offer
-    and a prompt that ends sooner find less, and the units that are read again take their names."""
+    """Another prompt has taken the room of what a long sequence had left. Its next turn goes on where it ended; a
+    taker, an offer and a prompt that ends sooner find less, and the units that are read again take their names."""
     engine = toy_engine(**SOME)
     request, other = make_request("a", PROMPT, 150), make_request("other", [3, *PROMPT[:-1]], 2)
     records = run(engine, [request, other])

@@ -257,8 +257,8 @@ def test_looking_in_vain_is_rare():
 
 @pytest.mark.parametrize(("gain", "at_most"), [(0.4, 160), (40.0, 700)])
 def test_looks_are_rare_unless_they_gain_more_than_they_take(gain, at_most):
-    """Each takes a quarter of a plain step, and one in a hundred steps finds something that gains `gain` plain steps: behind
-    each such a ladder of looks began anew (1, 2, 2, 4, 4, 8 steps), 323 in 3,000 steps."""
+    """Each takes a quarter of a plain step, and one in a hundred steps finds something that gains `gain` plain steps:
+    behind each such a ladder of looks began anew (1, 2, 2, 4, 4, 8 steps), 323 in 3,000 steps."""
     controller, looks, found_at = Controller(), 0, 0
     state = controller._states["ngram"]
     for step in range(4000):
@@ -277,7 +277,8 @@ def test_looks_are_rare_unless_they_gain_more_than_they_take(gain, at_most):
 
 
 def test_a_batch_that_ends_soon_waits_for_the_sequence_that_is_wrong_first():
-    """Of eight that are right nine times in ten, one is wrong at once every second time; over many steps that evens out."""
+    """Of eight that are right nine times in ten, one is wrong at once every second time; over many steps that evens
+    out."""
     world = World(0.9, 8, slope=0.01, draft_slope=0.0, refill=0.0)
     world.run(600)
     soon, late, filled = (world.best_width(num_left, refill) for num_left, refill in ((4, 0.0), (4000, 0.0), (4, 1.0)))
@@ -353,7 +354,8 @@ def test_short_batches_are_hardly_a_loss():
 
 
 def test_what_no_try_can_be_paid_for_is_seldom_looked_at():
-    """A look ends a call of several plain steps: heads that brought nothing, looked at each 16 steps, left 0.95 of plain decoding."""
+    """A look ends a call of several plain steps: heads that brought nothing, looked at each 16 steps, left 0.95 of
+    plain decoding."""
     controller, own, looks = Controller(), AcceptanceRate(), 0
     for _ in range(6000):
         controller.begin(1)

@@ -1,5 +1,5 @@
-"""Layers that checkpoints ship to predict further tokens: their guesses are those of transformers' layers, and answers equal
-plain decoding."""
+"""Layers that checkpoints ship to predict further tokens: their guesses are those of transformers' layers, and answers
+equal plain decoding."""
 
 import json
 from dataclasses import replace

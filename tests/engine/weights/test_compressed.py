@@ -146,7 +146,8 @@ DOWN = [f"model.layers.{layer}.mlp.down_proj" for layer in range(2)]
 )
 @pytest.mark.parametrize("is_first", [True, False])
 def test_groups_that_target_the_same_module(tmp_path, target, more_exact, is_first):
-    """Whatever their order, the library goes by names, then by expressions, as the alphabet has them, then by classes."""
+    """Whatever their order, the library goes by names, then by expressions, as the alphabet has them, then by
+    classes."""
     model = published.dense_folder(tmp_path)
     others = {*published.modules(load_file(tmp_path / "model.safetensors"))} - {*DOWN}
     meanings = write_compressed(tmp_path, "pack-quantized", ASYMMETRIC, skip=others)

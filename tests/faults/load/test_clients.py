@@ -111,7 +111,8 @@ async def _ending(call) -> str:
 
 @pytest.mark.long
 async def test_deadlines_in_every_phase(case):
-    """F8 F9: nothing is left of them. That none ends past its time the client's library sees to; how late is a figure."""
+    """F8 F9: nothing is left of them. That none ends past its time the client's library sees to; how late is a
+    figure."""
     async with case("F8 F9", "DEADLINE_EXCEEDED, nothing is left", ("DEADLINE_EXCEEDED",)) as c:
         for text in PHASES.values():
             with c.slow(f"{SLOW_STEPS}, {text}"):  # 200 tokens take four seconds, whatever else is slow

@@ -105,8 +105,8 @@ async def test_the_collector_of_traces_is_gone(case, make_world, fault):
 
 @pytest.mark.faults
 async def test_long_prompts_beside_short_ones(case, world):
-    """G10: all of one tenant, whose prompts are read in the order in which they come. How long short ones wait behind long
-    ones is a figure."""
+    """G10: all of one tenant, whose prompts are read in the order in which they come. How long short ones wait behind
+    long ones is a figure."""
     async with case("G10", "all are answered") as c:
         alone = [c.ask(40, 4) for _ in range(5)]
         await c.ended()
@@ -119,8 +119,8 @@ async def test_long_prompts_beside_short_ones(case, world):
 
 @pytest.mark.faults
 async def test_a_retry_storm(case):
-    """G11: all decode workers die under load and every client retries at once, as often as the refusal allows. That is no
-    more than the budget holds: tests/gateway/orchestration/test_retry_budget.py uses that up."""
+    """G11: all decode workers die under load and every client retries at once, as often as the refusal allows. That is
+    no more than the budget holds: tests/gateway/orchestration/test_retry_budget.py uses that up."""
     async with case("G11", "served again, few attempts", ("OK", "UNAVAILABLE", "RESOURCE_EXHAUSTED", "ABORTED")) as c:
         stop, num_clients = asyncio.Event(), 16
 

@@ -1,5 +1,6 @@
-"""A worker whose second stage is on another host: two network namespaces with a link between them, which is cut while streams
-run. The worker ends with the reason, so does the rank, and every stream goes on in another worker as if nothing had been."""
+"""A worker whose second stage is on another host: two network namespaces with a link between them, which is cut while
+streams run. The worker ends with the reason, so does the rank, and every stream goes on in another worker as if nothing
+had been."""
 
 import os
 import subprocess

@@ -1,5 +1,5 @@
-"""The commands of docs/two-machines.md, word for word, on two hosts: network namespaces with a link between them, which is
-slowed and cut while a stream runs. Both leave the text as it is."""
+"""The commands of docs/two-machines.md, word for word, on two hosts: network namespaces with a link between them, which
+is slowed and cut while a stream runs. Both leave the text as it is."""
 
 import os
 import re

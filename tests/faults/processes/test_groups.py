@@ -1,5 +1,5 @@
-"""G: a worker of two ranks, of two stages, or of two stages of two ranks, that loses the last of them, in every phase: it ends with all its
-ranks, and others go on with every token."""
+"""G: a worker of two ranks, of two stages, or of two stages of two ranks, that loses the last of them, in every phase:
+it ends with all its ranks, and others go on with every token."""
 
 import asyncio
 import signal

@@ -312,8 +312,8 @@ def test_an_answer_of_one_call_ends_with_it(sizes):
 @settings(max_examples=60)
 @given(st.lists(st.integers(1, 9), max_size=120))
 def test_with_logprobs_a_message_says_things_of_one_kind(sizes):
-    """So that those of the text alone can be told, and are the same in every grouping. Of the whole answer at once they were
-    those of all its tokens."""
+    """So that those of the text alone can be told, and are the same in every grouping. Of the whole answer at once they
+    were those of all its tokens."""
 
     def messages_of_kinds(sizes) -> list[pb.GenerateResponse]:
         choice, messages, begin = Choice(0, streaming(), None, 0, 0, "r1"), [], 0

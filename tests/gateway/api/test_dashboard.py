@@ -47,7 +47,8 @@ def test_trace_urls_that_are_none(url):
 
 
 async def test_the_page_sends_nothing_beyond_loopback_unless_pages_may(cluster):
-    """The address of the API is the page's, and in its policy, where both are on loopback or --http-origins is given."""
+    """The address of the API is the page's, and in its policy, where both are on loopback or --http-origins is
+    given."""
     for settings, is_on in (
         (dict(http="127.0.0.1:0"), True),
         (dict(), False),

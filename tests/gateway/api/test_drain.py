@@ -22,8 +22,8 @@ MODELS = b"GET /v1/models HTTP/1.1\r\nhost: localhost\r\n\r\n"
 
 @pytest.fixture
 def two(cluster):
-    """`async with two(**settings) as (old, new, going)`: gateways; `going(proxy, address)` lets `proxy` lead new connections to
-    `address`, as a Service does, and the first gateway drain."""
+    """`async with two(**settings) as (old, new, going)`: gateways; `going(proxy, address)` lets `proxy` lead new
+    connections to `address`, as a Service does, and the first gateway drain."""
 
     @contextlib.asynccontextmanager
     async def start(**settings):

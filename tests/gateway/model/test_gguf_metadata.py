@@ -55,8 +55,8 @@ def test_the_file_that_is_changed_below_is_good(path, kind):
 
 @pytest.mark.parametrize("named", [(), ("eos",), ("eos", "eot"), ("eom",)])
 def test_control_and_added_tokens_that_are_written_as_ends_are_ends(path, named):
-    """As llama.cpp has it: files of Llama 3 name 128009 of three, those of Qwen one of two. Converters call a token added that is
-    not special, as a fine-tune's <|im_end|>."""
+    """As llama.cpp has it: files of Llama 3 name 128009 of three, those of Qwen one of two. Converters call a token
+    added that is not special, as a fine-tune's <|im_end|>."""
     said = metadata()
     tokens = said["tokenizer.ggml.tokens"].value
     for name in ("eos", "eot", "eom"):

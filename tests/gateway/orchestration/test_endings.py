@@ -40,7 +40,8 @@ from tests.support.pace import patience
 
 async def test_a_deadline_that_is_not_the_callers_is_told_where_it_ends(cluster):
     most_s, usual_s = patience(0.6), patience(0.5)
-    cut = rf": of \d+ s asked for this gateway gives {most_s:g}"  # one less on a slow machine, as the call takes time to come
+    # one less on a slow machine, as the call takes time to come
+    cut = rf": of \d+ s asked for this gateway gives {most_s:g}"
     none = f": the request named no deadline, and has {usual_s:g} s here"
     async with cluster(max_timeout_s=most_s, default_timeout_s=usual_s) as c:
         hold(c, "decode")
@@ -243,8 +244,8 @@ async def test_poison(cluster):
 
 
 async def test_poison_that_kills_before_it_is_granted(cluster):
-    """A decode worker reads the prompt as soon as it has granted credit, and may die of it before that is out; the next one
-    is asked to read it."""
+    """A decode worker reads the prompt as soon as it has granted credit, and may die of it before that is out; the next
+    one is asked to read it."""
     async with cluster(0, 3) as c:
         hold(c, "admit")
         running = start(c)

@@ -1,4 +1,5 @@
-"""A prefill worker whose KV comes to no decode worker, as behind a firewall: requests go elsewhere, and none of them fails."""
+"""A prefill worker whose KV comes to no decode worker, as behind a firewall: requests go elsewhere, and none of them
+fails."""
 
 import asyncio
 from types import SimpleNamespace
@@ -43,7 +44,8 @@ async def test_the_other_prefill_worker_takes_its_requests(cluster, monkeypatch,
 
 
 async def test_a_pair_that_is_all_there_is(cluster):
-    """Where the decode worker may not read prompts itself it is asked again, and whether the gateway is ready is not said by that."""
+    """Where the decode worker may not read prompts itself it is asked again, and whether the gateway is ready is not
+    said by that."""
     async with cluster(num_prefill=1, split="always") as c:
         c.decode[0].failures["fetch"] = [(14, "KV_TRANSFER_FAILED")]
         await answer_all(c, 1)

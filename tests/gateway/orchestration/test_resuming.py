@@ -426,7 +426,8 @@ async def test_poison_is_kept_away_for_a_while(cluster, monkeypatch):
 
 
 async def test_who_has_only_lost_its_session_has_not_died(cluster):
-    """Seen: a session that was reset and a worker that was killed, within 0.1 s, were two deaths of one innocent prompt."""
+    """Seen: a session that was reset and a worker that was killed, within 0.1 s, were two deaths of one innocent
+    prompt."""
     async with cluster(0, 3) as c:
         hold(c, "admit")
         running = start(c)

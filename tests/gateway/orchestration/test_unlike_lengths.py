@@ -20,8 +20,8 @@ LONG = dict(prompt=PROMPT, max_tokens=400, ignore_eos=True)
 
 
 async def read_some(call, num_tokens: int = 1 << 20) -> list[pb.GenerateResponse]:
-    """Return the messages of as many tokens, or all that are left. A message has more than one where steps come faster than
-    they are written."""
+    """Return the messages of as many tokens, or all that are left. A message has more than one where steps come faster
+    than they are written."""
     messages: list[pb.GenerateResponse] = []
     while len(ids_of(messages)) < num_tokens and (message := await call.read()) is not grpc.aio.EOF:
         messages.append(message)
@@ -147,7 +147,8 @@ async def test_one_of_which_nothing_is_known_yet_may_hold_it(cluster, digest, ma
 
 
 async def test_a_context_that_rope_stretches_is_what_workers_hold(cluster, digest):
-    """As with yarn: config.json says 1,024, the worker holds four times as much. Of it a shorter one is known as well."""
+    """As with yarn: config.json says 1,024, the worker holds four times as much. Of it a shorter one is known as
+    well."""
     prompt = [10 + i % 300 for i in range(3000)]
     late = await FakeWorker("decode", digest, 400).start()
     late.hold("hello")
@@ -167,7 +168,8 @@ async def test_a_context_that_rope_stretches_is_what_workers_hold(cluster, diges
 
 @pytest.mark.parametrize("role", ["decode", "prefill"])
 async def test_a_context_that_rope_stretches_is_known_of_any_worker(cluster, digest, role):
-    """As with yarn where the decode worker that holds all of it starts, and comes again: a shorter one is known, or one that reads."""
+    """As with yarn where the decode worker that holds all of it starts, and comes again: a shorter one is known, or one
+    that reads."""
     late = await FakeWorker("decode", digest, 400, context=4096).start()
     late.hold("hello")
     known = {"decode": (0, (512,)), "prefill": ((512,), 0)}[role]

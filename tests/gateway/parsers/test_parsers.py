@@ -373,8 +373,8 @@ def test_long_arguments_in_many_pieces_are_whole():
     ],
 )  # fmt: skip
 def test_what_has_come_is_not_copied_for_each_token(name, begun, more):
-    """Of one call of 120,000 tokens that took 1.3 to 24 s of the event loop; blanks that may stand before a call, or end the
-    reasoning, took as long."""
+    """Of one call of 120,000 tokens that took 1.3 to 24 s of the event loop; blanks that may stand before a call, or
+    end the reasoning, took as long."""
     parser = format_named(name).parser({}, TOOLS, "")
     parser.push(begun)
     for _ in range(100):  # Python lengthens a text where it is once it has seen that the code does that

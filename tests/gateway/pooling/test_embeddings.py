@@ -1,5 +1,5 @@
-"""Embeddings through the gateway between FakeWorkers: read by prefill workers alone, admitted, queued and ended like any
-other request."""
+"""Embeddings through the gateway between FakeWorkers: read by prefill workers alone, admitted, queued and ended like
+any other request."""
 
 import asyncio
 

@@ -153,7 +153,8 @@ async def test_a_priority_needs_a_right(cluster, tmp_path):
         assert [await sent(c, priority) for priority in (7, 3, -7)] == [5, 3, -7]
 
 
-# How a request may end, and what it has used by then: its prompt and what was written, or nothing where that is nothing.
+# How a request may end, and what it has used by then: its prompt and what was written, or nothing where that is
+# nothing.
 ENDINGS = {
     "answered": 310, "cancelled": 302, "cancelled in a fetch": 0, "deadline": 0, "too late": 0, "too long": 0,
     "failed": 302, "superseded": 301 + 306,

@@ -73,8 +73,8 @@ def test_what_stays_on_the_decode_worker(num_tokens, decode, reason):
 @pytest.mark.parametrize("share", [0.0, 0.1, 0.5, 1.0, 3.0])
 @pytest.mark.parametrize("token_s", [1 / 70, 1 / 5_000])
 def test_an_idle_decode_worker_that_holds_more_reads_the_rest(share, token_s):
-    """748 tokens, of which it held 704 and the prefill worker 576, went to the latter: it was to pull the rest from the former,
-    which had been the busier of the two."""
+    """748 tokens, of which it held 704 and the prefill worker 576, went to the latter: it was to pull the rest from the
+    former, which had been the busier of the two."""
     pace = Pace(token_s=token_s, prompt_s=0.0)
     fields = {"pace": pace, "kv_token_bytes": 3_000}
     prefill, decode = worker("p", matched=576, **fields), worker("d", matched=704, utilization=share, **fields)

@@ -45,7 +45,8 @@ def test_what_explodes_ends_with_its_process(checks, constraint):
 
 
 def test_others_are_checked_meanwhile(checks):
-    """Each thread has a process of its own, and this one's has started: on a busy machine that takes longer than the other's check."""
+    """Each thread has a process of its own, and this one's has started: on a busy machine that takes longer than the
+    other's check."""
     assert checks.check(GOOD) == ("", "")
     slow = threading.Thread(target=checks.check, args=(EXPLODING[0],))
     slow.start()

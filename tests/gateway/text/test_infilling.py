@@ -1,4 +1,5 @@
-"""What stands between two texts: asked for in the form of the model's maker, where neither text spells a control token."""
+"""What stands between two texts: asked for in the form of the model's maker, where neither text spells a control
+token."""
 
 import pytest
 import tokenizers

@@ -17,7 +17,8 @@ from tests.support.client import make_request
 from tests.support.gateway.small_tokenizers import byte_level, sentencepiece
 from tests.support.pace import patience
 
-# CPU time of the loop's thread between two beats, client, server and two workers on it: messages of a mebibyte take 20 ms.
+# CPU time of the loop's thread between two beats, client, server and two workers on it: messages of a mebibyte take 20
+# ms.
 MOST_CPU_S = 0.3
 CONTEXT = 1 << 20
 WIDE = ([CONTEXT], [CONTEXT])

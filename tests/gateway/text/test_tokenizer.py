@@ -126,7 +126,8 @@ def test_a_step_whose_type_is_no_text(type_):
 
 @pytest.mark.parametrize("kind", ["byte_level", "normalizer", "first", "always", "never"])
 def test_what_is_around_a_control_token_of_a_client_stays_as_it_is(kind):
-    """Vocabularies that put a space before the first word of a text alone ("first": Mistral) put none behind control tokens."""
+    """Vocabularies that put a space before the first word of a text alone ("first": Mistral) put none behind control
+    tokens."""
     tokenizer = Tokenizer(byte_level() if kind == "byte_level" else sentencepiece(kind))
     end = special(tokenizer.json)["<|end|>"]
 

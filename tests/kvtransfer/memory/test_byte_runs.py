@@ -14,8 +14,8 @@ def pool(
     block_size: int, form: str, kind: str = "paged", layers: tuple[int, int] = (0, 0), heads: tuple[int, int] = (0, 0),
     before: bool = True,
 ) -> BoxOfPool:  # fmt: skip
-    """A box of 2 layers and heads (of a latent group 1), in a pool that has so many more before and behind; in its blocks
-    another group comes `before`."""
+    """A box of 2 layers and heads (of a latent group 1), in a pool that has so many more before and behind; in its
+    blocks another group comes `before`."""
     num_heads = 1 if kind == "latent" else 2
     group = KVGroup(kind, 2 + sum(layers), num_heads + sum(heads), 4, form, block_size)
     groups = (KVGroup("paged", 1, 1, 8, form, block_size), group) if before else (group,)

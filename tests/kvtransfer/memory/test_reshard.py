@@ -299,7 +299,8 @@ def test_ranks_that_are_alike_move_whole_blocks(transport):
 @pytest.mark.parametrize("form", ("bf16", "int8"))
 @pytest.mark.parametrize("taker_cut", (by_layers(2), by_layers(1), by_heads(2)), ids=("alike", "whole", "by heads"))
 def test_ranks_with_room_for_the_whole_model_feed_any_cut(taker_cut, form):
-    """Ranks of other hosts have such pools, of which they use their layers; GPUs with the same layers have nothing else."""
+    """Ranks of other hosts have such pools, of which they use their layers; GPUs with the same layers have nothing
+    else."""
 
     async def main():
         shapes = (layout(16, form), by_layers(2), layout(16, form), taker_cut)

@@ -289,8 +289,9 @@ def _resident_bytes(pid: int) -> int:
 
 
 def test_a_source_takes_little_from_those_who_say_much():
-    """300 streams of 6 messages: what a taker never says is refused by its length, what it may say waits outside. On a busy
-    machine some have said nothing for so long that the dialogue is ended first, which is no error of the stream."""
+    """300 streams of 6 messages: what a taker never says is refused by its length, what it may say waits outside. On a
+    busy machine some have said nothing for so long that the dialogue is ended first, which is no error of the
+    stream."""
 
     async def speak(address: str, num_bytes: int) -> tuple[grpc.StatusCode, bytes]:
         """How the stream ended, and what was said there."""

@@ -1,5 +1,5 @@
-"""NIXL over pools in host memory and on GPUs, with stand-ins for both; where NIXL is installed it runs in the suite of all
-transports as well."""
+"""NIXL over pools in host memory and on GPUs, with stand-ins for both; where NIXL is installed it runs in the suite of
+all transports as well."""
 
 import asyncio
 import importlib

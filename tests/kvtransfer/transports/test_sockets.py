@@ -1,5 +1,5 @@
-"""Folders of sockets: none stays behind for ever, whatever killed its owner. A connection that cannot be accepted does not
-block others."""
+"""Folders of sockets: none stays behind for ever, whatever killed its owner. A connection that cannot be accepted does
+not block others."""
 
 import asyncio
 import os

@@ -452,7 +452,8 @@ def test_files_that_cannot_be_read_any_more_are_told_and_steps_stay(tmp_path, mo
 
 
 def test_a_name_is_a_gateway_at_each_of_its_addresses(tmp_path, monkeypatch):
-    """As that of a headless Service: they come and go. One without any is asked by its name, which says what is wrong."""
+    """As that of a headless Service: they come and go. One without any is asked by its name, which says what is
+    wrong."""
     (tmp_path / "config.json").write_bytes((TARGET / "config.json").read_bytes())
     names = [["10.0.0.1:2", "10.0.0.2:2"], ["10.0.0.2:2", "10.0.0.3:2"], []]
     asked, seen = [], []
@@ -482,7 +483,8 @@ def test_a_name_is_a_gateway_at_each_of_its_addresses(tmp_path, monkeypatch):
 
 
 def test_a_scaler_that_is_told_to_end_gives_its_lease_up(tmp_path):
-    """It had no handler for SIGTERM: as the first process of its pod it went on for 30 s, elsewhere it left its lease."""
+    """It had no handler for SIGTERM: as the first process of its pod it went on for 30 s, elsewhere it left its
+    lease."""
     with RedisServer(tmp_path) as server:
         options = ["--target", "127.0.0.1:9", "--model", "llama-3.1-8b", "--device", "H100", "--redis"]
         scaler = Process("scaler", [sys.executable, "-m", "baton.cli", "scaler", *options, server.url], tmp_path)

@@ -1,4 +1,5 @@
-"""The scaler's decisions: up in time, down only where the survivors hold, still at a boundary, deaf to what is no number."""
+"""The scaler's decisions: up in time, down only where the survivors hold, still at a boundary, deaf to what is no
+number."""
 
 import math
 import random

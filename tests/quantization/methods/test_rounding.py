@@ -55,8 +55,8 @@ def test_clipping_lowers_the_weighted_error():
 
 
 def optimal_brain_rounding(weight: torch.Tensor, hessian: torch.Tensor, grid, order: list[int]) -> torch.Tensor:
-    """GPTQ as its paper derives it, without the Cholesky factor: after each input the inverse Hessian of the inputs that are
-    left is computed again."""
+    """GPTQ as its paper derives it, without the Cholesky factor: after each input the inverse Hessian of the inputs
+    that are left is computed again."""
     rest, rounded = weight.double().clone(), torch.empty_like(weight)
     left = list(order)
     for column in order:

@@ -74,7 +74,8 @@ async def test_anthropic_s_clients_show_it_in_their_own_header(http_keys, instal
 
 
 async def test_who_keeps_a_connection_over_tls_holds_up_no_drain(installation):
-    """Such a client does not read that TLS ends, and says nothing; a gateway that drained stayed for the 30 s of the last answer."""
+    """Such a client does not read that TLS ends, and says nothing; a gateway that drained stayed for the 30 s of the
+    last answer."""
     may_end = asyncio.Event()
 
     async def page(scope, receive, send):

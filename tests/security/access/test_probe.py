@@ -1,4 +1,5 @@
-"""A stack as `baton up --certs` starts it: one tenant's cache is not another's, and nothing secret shows (S6, S9, S11)."""
+"""A stack as `baton up --certs` starts it: one tenant's cache is not another's, and nothing secret shows (S6, S9,
+S11)."""
 
 import os
 import random
@@ -220,8 +221,8 @@ def probed(up: Up, num_pairs: int, seed: int) -> dict[str, tuple[list[float], li
 
 
 def sooner(found, name: str) -> float:
-    """In which share of the cases that the time could tell, where two spans or more are cached, this ask was answered sooner
-    than the new prompt of the same length. A half says that it tells nothing."""
+    """In which share of the cases that the time could tell, where two spans or more are cached, this ask was answered
+    sooner than the new prompt of the same length. A half says that it tells nothing."""
     cases = [i for i, num_cached in enumerate(found["own"][1]) if num_cached > 64]
     return statistics.mean(found[name][0][i] < found["fresh"][0][i] for i in cases)
 

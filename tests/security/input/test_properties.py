@@ -167,8 +167,8 @@ def test_ids_are_words_or_refused(request_id):
 @settings(max_examples=300)
 @given(st.binary(max_size=200), st.sampled_from(("ended", "granted", "done", "step_output", "load", "block_events")))
 def test_a_worker_that_lies_ends_its_session_at_most(body, kind):
-    """Nothing but IndexError and ValueError is raised of invalid input. A leg that it does not name hears nothing of it, and
-    goes on where the session does."""
+    """Nothing but IndexError and ValueError is raised of invalid input. A leg that it does not name hears nothing of
+    it, and goes on where the session does."""
     event = worker_pb2.Event()
     try:
         getattr(event, kind).MergeFromString(body)

@@ -33,8 +33,8 @@ GATEWAY_OPTIONS = (
 WORKER_OPTIONS = ("--num-blocks", "160", "--threads", "1", "--reflection")
 DESCRIPTORS = 256  # that processes may have until they ask for more, as of many shells 1,024
 LARGE = 10_000  # calls
-# Of every call of the canary: what is lost, not what is slow on a busy machine. To refuse a call takes the gateway up to
-# a millisecond, and calls are taken in the order in which they come.
+# Of every call of the canary: what is lost, not what is slow on a busy machine. To refuse a call takes the gateway up
+# to a millisecond, and calls are taken in the order in which they come.
 DEADLINE_S, LARGE_DEADLINE_S = 30.0, 60.0
 MEMORY_MIB, LARGE_MEMORY_MIB = 24, 128  # that may stay: allocators keep some of what they had
 BACK_S, RECOVERY_S = 8.0, 60.0

@@ -1,5 +1,6 @@
-"""Modules with the signatures of flash-attn 2.8, of FlashAttention-3 and of flash-attn 4.0.0b36 that compute in fp64 and
-refuse what the real ones refuse (csrc/flash_attn/flash_api.cpp, hopper/flash_api.cpp, flash_attn/cute/interface.py). Their device is `DEVICE` instead of CUDA."""
+"""Modules with the signatures of flash-attn 2.8, of FlashAttention-3 and of flash-attn 4.0.0b36 that compute in fp64
+and refuse what the real ones refuse (csrc/flash_attn/flash_api.cpp, hopper/flash_api.cpp,
+flash_attn/cute/interface.py). Their device is `DEVICE` instead of CUDA."""
 
 import types
 

@@ -1,5 +1,5 @@
-"""Small random models of every family, made with transformers, adapters of them, made with PEFT, and a bare hand that feeds
-models to Model.forward."""
+"""Small random models of every family, made with transformers, adapters of them, made with PEFT, and a bare hand that
+feeds models to Model.forward."""
 
 import copy
 from pathlib import Path
@@ -101,8 +101,8 @@ LLAMA4 = dict(
 )  # fmt: skip
 EXPERTS = dict(moe_intermediate_size=28, num_experts_per_tok=3)
 
-# Of Qwen3-Next and Qwen3.5: norms to which it adds one; and decays, as of states that forget at once little but rounding is left, which
-# its norms make large (3e-4 of a logit, here as in transformers).
+# Of Qwen3-Next and Qwen3.5: norms to which it adds one; and decays, as of states that forget at once little but
+# rounding is left, which its norms make large (3e-4 of a logit, here as in transformers).
 LESS = (
     "layernorm.weight",
     "q_norm.weight",
@@ -228,7 +228,8 @@ def make_folder(folder: Path, name: str, dtype: torch.dtype = torch.float32, see
 
 
 def make_few_heads(folder: Path, num_layers: int = 1) -> None:
-    """Save a random Llama for Triton's interpreter, which runs a program for each token and head of queries, keys and values."""
+    """Save a random Llama for Triton's interpreter, which runs a program for each token and head of queries, keys and
+    values."""
     make_folder(
         folder, "llama3", num_hidden_layers=num_layers, head_dim=16, num_attention_heads=2, num_key_value_heads=1
     )

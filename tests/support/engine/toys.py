@@ -58,8 +58,9 @@ def _logits_of(state: int) -> torch.Tensor:
 
 
 class ToyModel:
-    """The interface of a model, counting its steps; `before_forward` is called with the batch. `windows`: of each layer, the tokens
-    that it sees at most; None: all. Its answer is made of what the last layer sees; the others check what they see."""
+    """The interface of a model, counting its steps; `before_forward` is called with the batch. `windows`: of each
+    layer, the tokens that it sees at most; None: all. Its answer is made of what the last layer sees; the others check
+    what they see."""
 
     def __init__(self, max_model_len: int, windows: tuple[int | None, ...] = (None,)):
         self.attention = SimpleNamespace(name="toy", skips_outside=True)
@@ -109,7 +110,8 @@ class ToyModel:
 
 
 def fold(piece: SeqSlice, token_ids: torch.Tensor, pool: KVPool) -> None:
-    """Fold a sequence's certain tokens into its state, [tokens folded, their hash], which must be that of all before."""
+    """Fold a sequence's certain tokens into its state, [tokens folded, their hash], which must be that of all
+    before."""
     state, kept = pool.states.of(piece.state.state_id)[0], piece.kv_len - piece.state.num_drafts
     begin = piece.kv_len - piece.query_len - piece.state.num_pending
     k, _ = pool.gather(0, piece.block_ids, kept)
@@ -251,8 +253,8 @@ def run(engine: Engine, requests: Sequence[Request] = (), collector: Collector |
 def random_lives(
     engine: Engine, chance: random.Random, num_turns: int, request_of: Callable[[random.Random, int], Request]
 ) -> "list[tuple[Request, Record]]":
-    """Submit, cancel, park and resume requests, and step, in any order, checking integrity after each turn; then let the rest
-    end. Returns those that nobody cancelled, with what they gave out."""
+    """Submit, cancel, park and resume requests, and step, in any order, checking integrity after each turn; then let
+    the rest end. Returns those that nobody cancelled, with what they gave out."""
     records, live, cancelled = Collector(), {}, set()
     for index in range(num_turns):
         match chance.choice(("submit", "submit", "step", "step", "step", "cancel", "park", "resume")):

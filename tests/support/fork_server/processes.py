@@ -1,5 +1,5 @@
-"""Workers and gateways that start in a tenth of a second, for runs that start hundreds: forked from a process that has imported
-what they import.
+"""Workers and gateways that start in a tenth of a second, for runs that start hundreds: forked from a process that has
+imported what they import.
 
 `ForkServer(folder)` runs program.py. It forks for each request; what comes of it is its child, with a session, files,
 environment and failpoints of its own, and runs its module as `python -m MODULE` would. It tells how its children ended.
@@ -43,8 +43,8 @@ class ForkServer:
         return ForkedProcess(self, *args)
 
     def fork(self, argv: list[str], descriptors: Mapping[int, int], env: Mapping[str, str | None]) -> "Child":
-        """`argv`: PYTHON -m MODULE ARGUMENTS; `descriptors`: of this process, by the number that each shall have; `env`: beside
-        that of this process."""
+        """`argv`: PYTHON -m MODULE ARGUMENTS; `descriptors`: of this process, by the number that each shall have;
+        `env`: beside that of this process."""
         request = {"argv": argv[2:], "numbers": [*descriptors], "env": environment(env)}
         return Child(self, int(self._ask(request, descriptors.values())))
 

@@ -1,7 +1,8 @@
-"""`python -m tests.support.fork_server.program SOCKET`: fork a process for each request, see processes.py. It has imported what
-workers import, of which Baton's own modules alone took each of them 0.25 s of CPU, and of gateways what others have made: some of a
-gateway's own modules draw a number when they are imported. Each child imports baton.failpoints again, which reads its variable
-then; so does baton.engine.kernels, of TRITON_INTERPRET, which all have in common."""
+"""`python -m tests.support.fork_server.program SOCKET`: fork a process for each request, see processes.py. It has
+imported what workers import, of which Baton's own modules alone took each of them 0.25 s of CPU, and of gateways what
+others have made: some of a gateway's own modules draw a number when they are imported. Each child imports
+baton.failpoints again, which reads its variable then; so does baton.engine.kernels, of TRITON_INTERPRET, which all have
+in common."""
 
 import atexit
 import ctypes
@@ -97,7 +98,8 @@ def _run_child(request: dict, given: list[int], by_imports: dict[str, str]) -> N
 
 
 def _end(status: int) -> None:
-    """As Python does, but without taking apart what it has in common with the server: that took each child 0.25 s of CPU."""
+    """As Python does, but without taking apart what it has in common with the server: that took each child 0.25 s of
+    CPU."""
     threading._shutdown()
     atexit._run_exitfuncs()
     gc.collect()

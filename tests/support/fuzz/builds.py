@@ -1,5 +1,5 @@
-"""A stack some of whose processes run another checkout of this repository, as amid an upgrade: half of each role to begin with,
-and any of them comes back as the other build (`swap`)."""
+"""A stack some of whose processes run another checkout of this repository, as amid an upgrade: half of each role to
+begin with, and any of them comes back as the other build (`swap`)."""
 
 import random
 import sys

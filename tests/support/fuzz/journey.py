@@ -253,8 +253,8 @@ class Attempt:
             engine.cancel(self.key)
 
     def _pull_cached(self, taker: Engine, source: Engine, num_cached: int) -> Course:
-        """Pull the source's cached prefix of the prompt behind the taker's own, under a lease of its own; as a gateway asks for
-        it, with a token left to compute."""
+        """Pull the source's cached prefix of the prompt behind the taker's own, under a lease of its own; as a gateway
+        asks for it, with a token left to compute."""
         key = Key(f"{self.key.request_id}/offer", self.key.attempt)
         spans = self.request.span_hashes[: (len(self.request.token_ids) - 1) // SPAN_TOKENS]
         offered = source.admission.offer(key, spans)

@@ -14,8 +14,8 @@ BOUND_OF = {"prefill": "prefill compute", "prefill_queue": "prefill queue", "kv_
 
 
 class StubGateway(inference_pb2_grpc.InferenceServicer):
-    """`delay_s` before the first token, `step_s` before each other; every `refuse_every`-th request is refused. The delay
-    is reported as that of `phase`; kv_wait comes behind the first token."""
+    """`delay_s` before the first token, `step_s` before each other; every `refuse_every`-th request is refused. The
+    delay is reported as that of `phase`; kv_wait comes behind the first token."""
 
     def __init__(self, delay_s: float = 0.0, step_s: float = 0.0, refuse_every: int = 0, phase: str = "prefill"):
         self.delay_s, self.step_s, self.refuse_every, self.phase = delay_s, step_s, refuse_every, phase

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 
 
 class OpenAIStub:
-    """`step_s` before each token. `refuses`: fields that it answers 400. `usage` False: it never tells how many tokens there
-    were. `breaks`: "error" or "garbage" in mid-stream, "hang" or "close" after the first token, "whole": one JSON object in
-    place of a stream. `done`: its last line. `texts` False: no event has text."""
+    """`step_s` before each token. `refuses`: fields that it answers 400. `usage` False: it never tells how many tokens
+    there were. `breaks`: "error" or "garbage" in mid-stream, "hang" or "close" after the first token, "whole": one JSON
+    object in place of a stream. `done`: its last line. `texts` False: no event has text."""
 
     def __init__(
         self, step_s: float = 0.0, refuses: tuple[str, ...] = (), usage: bool = True, breaks: str = "",

@@ -29,8 +29,8 @@ class Host:
         capabilities=(),
         refuses=0,
     ):
-        """`driver`: the newest CUDA that the driver serves, 0 without one; `built_for`: the library's; `capabilities`: of
-        each GPU (default: 9.0); `refuses`: the error with which CUDA does not begin."""
+        """`driver`: the newest CUDA that the driver serves, 0 without one; `built_for`: the library's; `capabilities`:
+        of each GPU (default: 9.0); `refuses`: the error with which CUDA does not begin."""
         self.pci_ids, self.peers, self.free_bytes = pci_ids, peers, num_bytes
         self.driver, self.built_for, self.refuses = driver, built_for, refuses
         self.capabilities = capabilities or ((9, 0),) * len(pci_ids)

@@ -1,5 +1,6 @@
-"""Act like NIXL's agents towards kvtransfer.transports.nixl_engine, within one process: only memory that was registered as
-what it is (host memory, or a GPU's, of that number) is read, and a transfer ends when it has been asked for twice."""
+"""Act like NIXL's agents towards kvtransfer.transports.nixl_engine, within one process: only memory that was registered
+as what it is (host memory, or a GPU's, of that number) is read, and a transfer ends when it has been asked for
+twice."""
 
 import ctypes
 import itertools

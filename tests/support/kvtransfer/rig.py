@@ -35,8 +35,8 @@ def layout(block_size: int = 16, form: str = "bf16", num_layers: int = 3) -> KVL
 
 
 def free_ports(count: int) -> int:
-    """Return the first of ports that follow each other and that nobody listens on. The system does not choose from them: one of its
-    own might be taken by another program before the test listens there."""
+    """Return the first of ports that follow each other and that nobody listens on. The system does not choose from
+    them: one of its own might be taken by another program before the test listens there."""
     low, high = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
     firsts = [*range(10_000, low - count), *range(high + 1, 65_536 - count)]
     while True:
@@ -115,8 +115,8 @@ class Rig:
         on_gpu: tuple[bool, bool] | None = None, digest: str = "sum", host: Host | None = None,
         rooms: tuple = (None, None),
     ):  # fmt: skip
-        """`on_gpu`: whether the source's pool and the taker's are on a GPU, of `host`; `rooms`: of their mirrors, made by
-        (memory's region) -> MirrorRoom."""
+        """`on_gpu`: whether the source's pool and the taker's are on a GPU, of `host`; `rooms`: of their mirrors, made
+        by (memory's region) -> MirrorRoom."""
         rng = np.random.default_rng(7)
         self.transports = (transport,) if isinstance(transport, str) else transport
         self.digest = digest

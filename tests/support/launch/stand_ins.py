@@ -1,4 +1,5 @@
-"""Packages named as gateway and workers are, for what starts and stops them: they listen, say that they are ready, and drain."""
+"""Packages named as gateway and workers are, for what starts and stops them: they listen, say that they are ready, and
+drain."""
 
 from pathlib import Path
 
@@ -36,9 +37,9 @@ while True:
 
 
 def make_stand_ins(folder: Path) -> Path:
-    """Write the packages, and a model `m`, into a folder that processes are to run in; return it. `NAME.fails`, `NAME.hangs` and
-    `NAME.floods` there make one fail at its start, hang in its drain, or log 8 MB; `NAME.argv`, `NAME.flooded` and `drained` tell what has
-    happened."""
+    """Write the packages, and a model `m`, into a folder that processes are to run in; return it. `NAME.fails`,
+    `NAME.hangs` and `NAME.floods` there make one fail at its start, hang in its drain, or log 8 MB; `NAME.argv`,
+    `NAME.flooded` and `drained` tell what has happened."""
     for name in ("gateway", "prefill_worker", "decode_worker"):
         package = folder / name
         package.mkdir()

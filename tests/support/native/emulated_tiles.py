@@ -1,4 +1,5 @@
-"""The tier of AMX with its tiles emulated, for processors with AVX-512 VNNI and BF16: `pytest -p` of this module takes it."""
+"""The tier of AMX with its tiles emulated, for processors with AVX-512 VNNI and BF16: `pytest -p` of this module takes
+it."""
 
 import shutil
 from dataclasses import replace

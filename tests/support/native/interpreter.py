@@ -1,8 +1,8 @@
-"""Triton's interpreter (3.9) without what it does again and again to no end. It looks through all names of the language at every
-launch (26 tests of attention and linear layers took 24.6 s of CPU, and without that 17.6). It puts its own in their place at every
-call of a helper of a kernel, too; it adds and multiplies integers once more, in 64 bits, for an assertion that is made while it
-debugs alone; and it makes a table of numpy's types for each one that it looks up there (three tests of attention: 4.2 s, then
-2.9)."""
+"""Triton's interpreter (3.9) without what it does again and again to no end. It looks through all names of the language
+at every launch (26 tests of attention and linear layers took 24.6 s of CPU, and without that 17.6). It puts its own in
+their place at every call of a helper of a kernel, too; it adds and multiplies integers once more, in 64 bits, for an
+assertion that is made while it debugs alone; and it makes a table of numpy's types for each one that it looks up there
+(three tests of attention: 4.2 s, then 2.9)."""
 
 from collections.abc import Callable
 from dataclasses import replace as replaced

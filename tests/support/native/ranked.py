@@ -1,5 +1,5 @@
-"""The ranks or stages of one model as threads of this process, over memory that they share as processes do; and how those that
-are processes are lost."""
+"""The ranks or stages of one model as threads of this process, over memory that they share as processes do; and how
+those that are processes are lost."""
 
 import mmap
 import os
@@ -81,7 +81,8 @@ def depths_of(engine: Engine) -> list[int]:
 def lose_last_rank(
     engine: Engine, how: signal.Signals, said: str, long: Request, short: Callable[[str], Request]
 ) -> None:
-    """Signal it while `long` is answered: every step from then on ends, and the reason is told. `short`: more to do, by name."""
+    """Signal it while `long` is answered: every step from then on ends, and the reason is told. `short`: more to do, by
+    name."""
     reasons: list[str] = []
     try:
         engine.ranks.when_lost(reasons.append)

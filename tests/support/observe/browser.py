@@ -1,4 +1,5 @@
-"""A headless Chromium that a test speaks to over a pipe: it opens pages, runs their script, presses keys, and tells what went wrong."""
+"""A headless Chromium that a test speaks to over a pipe: it opens pages, runs their script, presses keys, and tells
+what went wrong."""
 
 import json
 import os
@@ -11,7 +12,8 @@ from tests.support.pace import patience
 
 
 class Browser:
-    """`with Browser(folder) as browser`: one tab. `complaints`: errors of pages, what their policy has blocked included."""
+    """`with Browser(folder) as browser`: one tab. `complaints`: errors of pages, what their policy has blocked
+    included."""
 
     def __init__(self, folder: Path, width: int = 1200, dark: bool = False):
         found = shutil.which("chromium") or shutil.which("chromium-browser")

@@ -1,6 +1,6 @@
-"""Workers whose ranks have a GPU each, on a CPU: gloo in place of NCCL, torch's operators in place of Triton's kernels, and a
-stand-in for libcudart over files, by which processes reach each other's pools. As a program it is one rank, with its KV, or the
-program that is named, whose ranks are such."""
+"""Workers whose ranks have a GPU each, on a CPU: gloo in place of NCCL, torch's operators in place of Triton's kernels,
+and a stand-in for libcudart over files, by which processes reach each other's pools. As a program it is one rank, with
+its KV, or the program that is named, whose ranks are such."""
 
 import os
 import runpy
@@ -28,8 +28,8 @@ OPTIONS = {
 
 
 def stand_in_workers(replace: Callable[[object, str, object], None], folder: Path) -> None:
-    """Let workers in this process have GPUs, as they see it, by `replace(object, name, value)`. `folder`: where the memory of these
-    is, which their ranks find in the environment."""
+    """Let workers in this process have GPUs, as they see it, by `replace(object, name, value)`. `folder`: where the
+    memory of these is, which their ranks find in the environment."""
     stand_in(replace)
     host = Host(folder)
     for module in (scripted, app):

@@ -50,8 +50,8 @@ def test_transformers_agrees(folder, tokenizer):
 
 @pytest.mark.parametrize("load", [load_tokenizer, calibration.load_tokenizer])
 def test_a_text_is_whole_whatever_bounds_the_tokenizer_was_saved_with(load, folder, tokenizer, tmp_path):
-    """As programs that train leave them in tokenizer.json: `baton eval` had divided the bits of a text's first tokens by the
-    bytes of all of it."""
+    """As programs that train leave them in tokenizer.json: `baton eval` had divided the bits of a text's first tokens
+    by the bytes of all of it."""
     bounded = load_tokenizer(folder)
     bounded.enable_truncation(16)
     bounded.enable_padding(length=1024)

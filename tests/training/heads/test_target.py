@@ -32,8 +32,8 @@ def test_logits_of_a_batch(family, tmp_path):
 
 @pytest.mark.parametrize("numbers", [{"logit_scale": 0.25}, {"logit_scale": 4.0, "logit_softcap": 1.5}])
 def test_logits_are_scaled_and_capped_as_the_models_are(numbers, tmp_path):
-    """Of Granite, Cohere and Falcon-H1, and of Gemma 2: heads had learned from sharper distributions than the model draws
-    from."""
+    """Of Granite, Cohere and Falcon-H1, and of Gemma 2: heads had learned from sharper distributions than the model
+    draws from."""
     export(Llama(SHAPE), train_tokenizer([TEXT], SHAPE.vocab_size), tmp_path)
     target = FrozenTarget(tmp_path, max_length=64, max_tokens=128)
     target.spec = replace(target.spec, **numbers)

@@ -105,7 +105,8 @@ class HaltingFetcher:
 
 @pytest.mark.parametrize("ranges", [(), (64, 128)])
 async def test_a_prefix_that_does_not_come_is_not_waited_for(engine, ranges, monkeypatch):
-    """It was, for as long as the request had time, 10 s of a source that cannot be reached: to save less than a second."""
+    """It was, for as long as the request had time, 10 s of a source that cannot be reached: to save less than a
+    second."""
     monkeypatch.setattr(intake, "SILENCE_S", 3600.0 if ranges else 0.1)
     monkeypatch.setattr(engine, "verify", lambda key, upto_token: upto_token, raising=False)
     offer(monkeypatch, 128)

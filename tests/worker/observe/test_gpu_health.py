@@ -1,4 +1,5 @@
-"""A worker's GPUs read through NVML: a stand-in with the functions of the real module, and the real one without a GPU."""
+"""A worker's GPUs read through NVML: a stand-in with the functions of the real module, and the real one without a
+GPU."""
 
 import logging
 from contextlib import ExitStack
@@ -22,8 +23,9 @@ USED = ("nvmlInit", "nvmlShutdown", "nvmlDeviceGetHandleByUUID", "nvmlEventSetCr
 
 
 class Nvml(SimpleNamespace):
-    """NVML of two GPUs: 61 and 62 degrees, 412.5 W, slowed down by their power limit, 3 and 4 errors; `refused`: calls that these GPUs
-    do not support; `xids`: errors that the driver has to report of the first and the second; `unknown`: its UUID is no GPU's."""
+    """NVML of two GPUs: 61 and 62 degrees, 412.5 W, slowed down by their power limit, 3 and 4 errors; `refused`: calls
+    that these GPUs do not support; `xids`: errors that the driver has to report of the first and the second; `unknown`:
+    its UUID is no GPU's."""
 
     def __init__(self, refused=(), xids=((), ()), unknown=None):
         super().__init__(**{name: getattr(pynvml, name) for name in USED})

@@ -115,8 +115,8 @@ def test_each_rank_has_ports_of_its_own(model, gpus):
 
 
 def test_what_takers_may_ask_of_a_group(model, gpus, engine):
-    """A prefix from the decode worker's ranks, a lease that expires, one that another taker has too, and fetches that are cancelled
-    at any time: all blocks come back, and the next answer is right."""
+    """A prefix from the decode worker's ranks, a lease that expires, one that another taker has too, and fetches that
+    are cancelled at any time: all blocks come back, and the next answer is right."""
     first, second = prompt(150), prompt(150) + prompt(60, 3)
     chance = random.Random(5)
 

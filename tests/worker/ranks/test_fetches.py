@@ -1,4 +1,5 @@
-"""The parts of a fetch, over real sockets: what all ranks have verified is verified, and nothing lands once a fetch has ended."""
+"""The parts of a fetch, over real sockets: what all ranks have verified is verified, and nothing lands once a fetch has
+ended."""
 
 import asyncio
 import math
@@ -42,7 +43,8 @@ class Destination:
 
 
 class Pulling:
-    """A Fetcher that a test drives: `go` lets it verify more, or end with an error; `num_running` fetches may still write."""
+    """A Fetcher that a test drives: `go` lets it verify more, or end with an error; `num_running` fetches may still
+    write."""
 
     def __init__(self, num_bytes: int, transport: str):
         self.go: asyncio.Queue[int | Exception] = asyncio.Queue()

@@ -1,5 +1,5 @@
-"""KV that goes on to layers of other hosts: no more of it is on its way than they take, steps go before it, and what is verified is
-there."""
+"""KV that goes on to layers of other hosts: no more of it is on its way than they take, steps go before it, and what is
+verified is there."""
 
 import asyncio
 from contextlib import asynccontextmanager, suppress
@@ -80,7 +80,8 @@ class Rank:
 
 @asynccontextmanager
 async def relayed(monkeypatch, num_ranks: int = 1, num_spans: int = 5):
-    """A rig whose source sends `num_spans` at a time, its taker's fetcher, and the ranks behind that; of 5 not all has room."""
+    """A rig whose source sends `num_spans` at a time, its taker's fetcher, and the ranks behind that; of 5 not all has
+    room."""
     monkeypatch.setattr(dialogue, "FIRST_RANGE_BYTES", num_spans * SHAPE.block_bytes)
     monkeypatch.setattr(dialogue, "MAX_RANGE_BYTES", num_spans * SHAPE.block_bytes)
     monkeypatch.setattr(relay, "PIECE_BYTES", 2 * LAYER_BYTES)

@@ -29,7 +29,8 @@ async def test_a_long_message_on_its_way_is_a_sign_of_life():
 
 
 async def test_messages_of_two_threads_come_out_whole():
-    """Blocks of KV beside steps, and rows beside beats: a long message goes in pieces, and others would come between them."""
+    """Blocks of KV beside steps, and rows beside beats: a long message goes in pieces, and others would come between
+    them."""
     sending, arriving, pieces, nothing = JoinedStream(), JoinedStream(), asyncio.Queue(), asyncio.Event()
     reads = ((sending, nothing.wait), (arriving, pieces.get))
     running = [asyncio.create_task(stream.run(read, pieces.put)) for stream, read in reads]

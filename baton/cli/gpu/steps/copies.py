@@ -1,5 +1,5 @@
-"""Step 2: copies between GPUs as KV takes them, one process reading the memory of another: whether the bytes arrive, how
-fast, and how long opening and closing take."""
+"""Step 2: copies between GPUs as KV takes them, one process reading the memory of another: whether the bytes arrive,
+how fast, and how long opening and closing take."""
 
 import subprocess
 import sys

@@ -1,5 +1,5 @@
-"""Step 5: decode steps of an engine in the shape of an 8B model: time a token, the bare graph, and that serving compiles
-no kernel and takes no more memory."""
+"""Step 5: decode steps of an engine in the shape of an 8B model: time a token, the bare graph, and that serving
+compiles no kernel and takes no more memory."""
 
 import statistics
 import time

@@ -1,4 +1,5 @@
-"""Step 9: a fault of a kernel ends its worker within a second, and a request outlives a prefill worker that is killed."""
+"""Step 9: a fault of a kernel ends its worker within a second, and a request outlives a prefill worker that is
+killed."""
 
 import os
 import signal

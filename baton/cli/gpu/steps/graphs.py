@@ -1,5 +1,5 @@
-"""Step 4: CUDA graphs of the whole ladder: that they capture, that their tokens are those of steps without them, and the
-memory that they take beside what the pool's size leaves for them."""
+"""Step 4: CUDA graphs of the whole ladder: that they capture, that their tokens are those of steps without them, and
+the memory that they take beside what the pool's size leaves for them."""
 
 from pathlib import Path
 

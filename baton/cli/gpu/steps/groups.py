@@ -1,5 +1,5 @@
-"""Step 8: a worker of two ranks, on two GPUs: its sums in captured steps and by way of the GPUs' memory, its tokens beside those of one
-GPU, and KV from it to a worker of one rank."""
+"""Step 8: a worker of two ranks, on two GPUs: its sums in captured steps and by way of the GPUs' memory, its tokens
+beside those of one GPU, and KV from it to a worker of one rank."""
 
 import gc
 from pathlib import Path
@@ -21,8 +21,8 @@ PROMPT_TOKENS, NUM_TOKENS = 100, 24
 
 
 class Continuation(NamedTuple):
-    """What an engine said: `sums` and what follows of several ranks alone. `why_no_peers` is "" where sums go by way of the GPUs'
-    memory."""
+    """What an engine said: `sums` and what follows of several ranks alone. `why_no_peers` is "" where sums go by way of
+    the GPUs' memory."""
 
     token_ids: list[int]
     num_graphs: int

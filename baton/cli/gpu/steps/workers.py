@@ -1,5 +1,5 @@
-"""Step 6: a prefill and a decode worker on this machine, with the model or a demo model: answers are those of one worker,
-and KV goes by the transport that was chosen."""
+"""Step 6: a prefill and a decode worker on this machine, with the model or a demo model: answers are those of one
+worker, and KV goes by the transport that was chosen."""
 
 import json
 import re
@@ -39,8 +39,8 @@ def check(say: Say, model: Path | None) -> None:
 
 @contextmanager
 def stack(folder: Path, *flags: str) -> Iterator[tuple[str, subprocess.Popen]]:
-    """Run `baton up` and yield the address of its gateway, and the process. Raises RuntimeError with its last line where it does not
-    start in START_S."""
+    """Run `baton up` and yield the address of its gateway, and the process. Raises RuntimeError with its last line
+    where it does not start in START_S."""
     argv = [sys.executable, "-m", "baton.cli", "up", "--model", str(folder), "--listen", "127.0.0.1:0", *flags]
     with tempfile.TemporaryFile("w+") as out:
         process = subprocess.Popen(argv, stdout=out, stderr=subprocess.STDOUT, text=True)

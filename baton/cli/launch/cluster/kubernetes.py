@@ -25,7 +25,8 @@ _WATCH_S = 60  # then it is opened again: a connection may be dead without a wor
 
 
 class KubernetesLauncher:
-    """The Deployments of a namespace with the labels app.kubernetes.io/name=baton and app.kubernetes.io/component=ROLE."""
+    """The Deployments of a namespace with the labels app.kubernetes.io/name=baton and
+    app.kubernetes.io/component=ROLE."""
 
     keeps_roles = True
 
@@ -51,7 +52,8 @@ class KubernetesLauncher:
         return cls(KubernetesApi(url, account / "token", tls), namespace, release)
 
     async def start(self, role: str, number: int) -> None:
-        """Pods that the Deployment has not made yet, for want of quota perhaps, count: who asked for so many did not see them."""
+        """Pods that the Deployment has not made yet, for want of quota perhaps, count: who asked for so many did not
+        see them."""
         num_pods = sum(worker.role == role and worker.stays for worker in await self.list())
         await self._scale(role, lambda replicas: max(replicas, num_pods + number))
 

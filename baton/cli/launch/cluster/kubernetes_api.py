@@ -28,7 +28,8 @@ class ApiError(Exception):
 
 
 class KubernetesApi:
-    """The server at `url`, which knows the caller by the token in a file; it is read for each call, since it is changed every hour."""
+    """The server at `url`, which knows the caller by the token in a file; it is read for each call, since it is changed
+    every hour."""
 
     def __init__(self, url: str, token: Path | None = None, tls: ssl.SSLContext | None = None):
         """Raises ValueError for what is no http:// or https:// URL."""

@@ -1,7 +1,8 @@
-"""Places workers on the nodes of a Ray cluster: an actor owns the process of each. Ray Core places, and is asked for nothing else.
+"""Places workers on the nodes of a Ray cluster: an actor owns the process of each. Ray Core places, and is asked for
+nothing else.
 
-Ray takes 15 s to notice a node that is gone. Here a worker and its actor are asked twice a second, and a place is filled again on
-another node when neither has answered two times: Ray's word comes later and changes nothing.
+Ray takes 15 s to notice a node that is gone. Here a worker and its actor are asked twice a second, and a place is
+filled again on another node when neither has answered two times: Ray's word comes later and changes nothing.
 """
 
 from __future__ import annotations
@@ -43,7 +44,8 @@ _PAUSE_S, _MAX_PAUSE_S, _SETTLED_S = 0.5, 30.0, 60.0
 
 
 class RayLauncher:
-    """Workers register with `gateways`, from nodes that are in `networks`. Ends with this process, which Ray watches."""
+    """Workers register with `gateways`, from nodes that are in `networks`. Ends with this process, which Ray
+    watches."""
 
     keeps_roles = False
 
@@ -209,8 +211,8 @@ class _Place:
         return Where(*await asyncio.wrap_future(call.future()))
 
     async def _find_room(self, wanted: Resources) -> PlacementGroup:
-        """Return a group of one bundle, which has all ranks of a worker: no bundle is ever divided among nodes. Nodes that were lost,
-        and those that have a worker of this role, come last. Raises _Lost."""
+        """Return a group of one bundle, which has all ranks of a worker: no bundle is ever divided among nodes. Nodes
+        that were lost, and those that have a worker of this role, come last. Raises _Lost."""
         bundle: dict[str, float] = {"CPU": wanted.num_cpus, **({"GPU": wanted.num_gpus} if wanted.num_gpus else {})}
         async with self._launcher.placing:  # the next sees where this one went
             shunned = self._launcher.shunned()
@@ -260,7 +262,8 @@ class _Place:
                 return Life(*life)
 
     async def _beat(self, address: str) -> Life:
-        """Ask the worker and its actor again and again. Raises _Lost once neither has answered _MISSES times; returns never."""
+        """Ask the worker and its actor again and again. Raises _Lost once neither has answered _MISSES times; returns
+        never."""
         num_misses = 0
         async with open_channel(address, self._launcher.access, WORKER_NAME) as channel:
             health = health_pb2_grpc.HealthStub(channel)
@@ -330,8 +333,8 @@ def _connect(address: str) -> None:
 
 
 def _found_by_ray() -> str:
-    """Return the address that Ray finds for `auto`. Where this Ray has not its function for that, which is private as there is no
-    public one, return `auto`: Ray then looks by itself, for minutes where the cluster has gone."""
+    """Return the address that Ray finds for `auto`. Where this Ray has not its function for that, which is private as
+    there is no public one, return `auto`: Ray then looks by itself, for minutes where the cluster has gone."""
     try:
         from ray._private.services import get_ray_address_from_environment
     except ImportError:

@@ -1,4 +1,5 @@
-"""An actor of Ray that owns the process of one worker on its node: started again there when it dies, drained at the end."""
+"""An actor of Ray that owns the process of one worker on its node: started again there when it dies, drained at the
+end."""
 
 from __future__ import annotations
 
@@ -23,8 +24,8 @@ class Where(NamedTuple):
 
 
 class WorkerActor:
-    """Only small values pass: what to start, and how it is. The process is a child of the actor's and dies with it, and that one
-    dies with its node's raylet."""
+    """Only small values pass: what to start, and how it is. The process is a child of the actor's and dies with it, and
+    that one dies with its node's raylet."""
 
     def __init__(self) -> None:
         self._life, self._num_lives = Life("starting"), 0

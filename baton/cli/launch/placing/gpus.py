@@ -25,8 +25,8 @@ class GpuShare(NamedTuple):
 
 
 def visible_gpus() -> list[str]:
-    """Return the GPUs that workers compute on, by the names that CUDA_VISIBLE_DEVICES has for them, or by their numbers. The
-    driver is asked as workers' settings ask it, which takes no memory of a GPU."""
+    """Return the GPUs that workers compute on, by the names that CUDA_VISIBLE_DEVICES has for them, or by their
+    numbers. The driver is asked as workers' settings ask it, which takes no memory of a GPU."""
     runtime = find_runtime()
     if runtime is None:
         return []
@@ -59,15 +59,16 @@ def deal_gpus(gpus: Sequence[str], num_workers: int) -> list[GpuShare]:
 
 
 class GpuSlots:
-    """Places of workers on the GPUs: of the first ones as `deal_gpus` has them, and one on each GPU that they leave free."""
+    """Places of workers on the GPUs: of the first ones as `deal_gpus` has them, and one on each GPU that they leave
+    free."""
 
     def __init__(self, gpus: Sequence[str], num_first: int):
         self._free = deque(deal_gpus(gpus, max(num_first, len(gpus))))
         self.num_gpus, self.num_used = len(gpus), min(len(gpus), num_first)
 
     def take(self, count: int = 1) -> GpuShare | None:
-        """Return the place of one more worker, of so many GPUs; None where there is no GPU at all. Raises IndexError where
-        fewer are free."""
+        """Return the place of one more worker, of so many GPUs; None where there is no GPU at all. Raises IndexError
+        where fewer are free."""
         if not self.num_gpus:
             return None
         free: dict[str, GpuShare] = {}

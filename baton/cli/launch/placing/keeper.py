@@ -38,8 +38,8 @@ class StartError(Exception):
 
 
 class Life(NamedTuple):
-    """How a program is. `state`: starting, serving, lost (it starts again), gone (it stays away), failed (at its first start).
-    `fields` are those of its ready line; `status` is that of StartError."""
+    """How a program is. `state`: starting, serving, lost (it starts again), gone (it stays away), failed (at its first
+    start). `fields` are those of its ready line; `status` is that of StartError."""
 
     state: str
     fields: Mapping[str, str] = {}
@@ -112,7 +112,8 @@ class Keeper:
             self.started.cancel()
 
     async def _run(self) -> str:
-        """Run the process once and return how it ended, in words. Raises OSError or RuntimeError when it cannot be started."""
+        """Run the process once and return how it ended, in words. Raises OSError or RuntimeError when it cannot be
+        started."""
         self._child = await _Child.spawn(self.argv, {**self.env, NAME_VARIABLE: self.name})
         self._on_change(Life("starting"))
         if self._stopping.is_set():
@@ -145,8 +146,8 @@ class Keeper:
 
 
 class _Streams(SubprocessStreamProtocol):
-    """What a program writes; `exited` is set when it has exited, though others may hold its pipes. One that `is_given_up`, since
-    nobody would be told of its end, is killed as soon as it is known."""
+    """What a program writes; `exited` is set when it has exited, though others may hold its pipes. One that
+    `is_given_up`, since nobody would be told of its end, is killed as soon as it is known."""
 
     def __init__(self) -> None:
         super().__init__(_LINE_BYTES, asyncio.get_running_loop())
@@ -223,8 +224,8 @@ class _Child:
         return f"{how}: {self.limit}" if self.limit else how
 
     def _limit_met(self, status: int) -> str:
-        """Return the limit that this end may have followed from, and what to do; "" for none. The kernel's counts are of the
-        whole group, so that another one of it may have met the limit."""
+        """Return the limit that this end may have followed from, and what to do; "" for none. The kernel's counts are
+        of the whole group, so that another one of it may have met the limit."""
         now = system.group_events()
         if status == -signal.SIGKILL and now.num_killed > self._before.num_killed:
             has = f"memory, of which this host or container has {system.memory_limit() / _GIB:.1f} GiB, ran out since it started"
@@ -235,7 +236,8 @@ class _Child:
         return ""
 
     async def _watch_end(self) -> None:
-        """Close its pipes once it has exited: whatever it had started holds them too, and readers wait for their end."""
+        """Close its pipes once it has exited: whatever it had started holds them too, and readers wait for their
+        end."""
         await self._streams.exited.wait()
         self.signal(signal.SIGKILL)
         await asyncio.sleep(_LAST_WORDS_S)

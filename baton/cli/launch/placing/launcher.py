@@ -21,8 +21,8 @@ class LaunchError(Exception):
 
 
 class PlacedWorker(NamedTuple):
-    """A worker as its launcher knows it. `state`: starting, serving, lost (its place is filled again), draining, or failed: it
-    ended at its first start, for `reason` and with `exit_status`, and is not tried again."""
+    """A worker as its launcher knows it. `state`: starting, serving, lost (its place is filled again), draining, or
+    failed: it ended at its first start, for `reason` and with `exit_status`, and is not tried again."""
 
     name: str
     role: str
@@ -49,7 +49,8 @@ class WorkerLauncher(Protocol):
         ...
 
     async def drain(self, name: str) -> None:
-        """Begin to empty a worker: what runs there ends or moves to others, then its process is stopped, and stays away."""
+        """Begin to empty a worker: what runs there ends or moves to others, then its process is stopped, and stays
+        away."""
         ...
 
     async def list(self) -> list[PlacedWorker]: ...
@@ -60,8 +61,8 @@ class WorkerLauncher(Protocol):
 
 
 async def scale(launcher: WorkerLauncher, role: str, number: int) -> None:
-    """Begin what gives `role` so many workers, those of all models together. Where some are too many those go whose model has most
-    of them: the ones that do not serve, then the youngest."""
+    """Begin what gives `role` so many workers, those of all models together. Where some are too many those go whose
+    model has most of them: the ones that do not serve, then the youngest."""
     placed = await launcher.list()
     num_models = len({worker.model for worker in placed})
     if role == "decode" and number < num_models and num_models > 1:
@@ -86,8 +87,8 @@ class Resources(NamedTuple):
 
 @dataclass(frozen=True)
 class WorkerProgram:
-    """The command line of a worker, the same wherever it is placed. `options` are flags by role; `drain_s`: by role, how long one
-    that is to end has before it is killed (default: DRAIN_S); `model_name`: as PlacedWorker.model."""
+    """The command line of a worker, the same wherever it is placed. `options` are flags by role; `drain_s`: by role,
+    how long one that is to end has before it is killed (default: DRAIN_S); `model_name`: as PlacedWorker.model."""
 
     model: Path
     options: Mapping[str, Sequence[str]]
@@ -101,14 +102,15 @@ class WorkerProgram:
     def options_of(self, role: str, listen: str, gateways: Sequence[str] = (), own: Sequence[str] = ()) -> list[str]:
         """Return the flags of the worker, `own` among them."""
         argv = ["--model", str(self.model), "--listen", listen]
-        # The variables of both are not the worker's: BATON_GATEWAYS says how many `baton up` starts, BATON_ADMIN is theirs.
+        # The variables of both are not the worker's: BATON_GATEWAYS says how many `baton up` starts, BATON_ADMIN is
+        # theirs.
         argv += ["--gateways", ",".join(gateways), "--admin", "127.0.0.1:0"]
         return [*argv, *own, *self.options.get(role, ())]
 
 
 class WorkerBoard:
-    """The workers of a launcher by name, in the order in which they came, and those who wait for changes. Belongs to the event
-    loop."""
+    """The workers of a launcher by name, in the order in which they came, and those who wait for changes. Belongs to
+    the event loop."""
 
     def __init__(self) -> None:
         self._workers: dict[str, PlacedWorker] = {}

@@ -33,8 +33,8 @@ class LocalLauncher:
         self, programs: Sequence[WorkerProgram], gateways: Sequence[str], num_first: Mapping[str, int],
         cpu_roles: Collection[str], num_gpus: Mapping[str, int] | None = None,
     ):  # fmt: skip
-        """A worker has the program of the model that has fewest of its role. `num_first`: workers of the first start, by role.
-        Those of `cpu_roles` take no GPU. `num_gpus`: of a worker, by role (default: 1)."""
+        """A worker has the program of the model that has fewest of its role. `num_first`: workers of the first start,
+        by role. Those of `cpu_roles` take no GPU. `num_gpus`: of a worker, by role (default: 1)."""
         self.networks: Sequence[str] = ()
         self._programs, self._gateways, self._cpu_roles = programs, gateways, cpu_roles
         self._num_gpus = num_gpus or {}
@@ -136,5 +136,6 @@ class LocalLauncher:
 
 
 def _sharing(what: str, num_workers: int) -> list[str]:
-    """Return the flag that tells a worker how many share what it is on; none where a variable does, over which it would win."""
+    """Return the flag that tells a worker how many share what it is on; none where a variable does, over which it would
+    win."""
     return [] if is_in_environment(f"workers_per_{what}") else [f"--workers-per-{what}", str(num_workers)]

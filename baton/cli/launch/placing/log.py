@@ -1,5 +1,5 @@
-"""What a launcher says: lines of its own, and those of its children. A thread writes them, so that who launches waits neither for a
-reader that stands still nor for a disk, and ends for none."""
+"""What a launcher says: lines of its own, and those of its children. A thread writes them, so that who launches waits
+neither for a reader that stands still nor for a disk, and ends for none."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ _LAST_S = 2.0  # in which what waits at the end is written
 
 
 class LineWriter:
-    """Writes lines in their order. Those that cannot be written, or come while too many wait, are lost; a later one says how many."""
+    """Writes lines in their order. Those that cannot be written, or come while too many wait, are lost; a later one
+    says how many."""
 
     def __init__(self, max_bytes: int = _MAX_BYTES):
         self._max_bytes, self._num_bytes = max_bytes, 0

@@ -16,8 +16,8 @@ class HeldPorts:
         self._held: dict[str, socket.socket] = {}
 
     def hold(self, address: str) -> str:
-        """Return HOST:PORT with its port number (0: the system chooses). A bound socket that never listens keeps the port, and still
-        lets a process listen on it. Raises PortError."""
+        """Return HOST:PORT with its port number (0: the system chooses). A bound socket that never listens keeps the
+        port, and still lets a process listen on it. Raises PortError."""
         try:
             with listening_socket(address) as probe:
                 where = probe.getsockname()

@@ -57,8 +57,8 @@ def state_of_mamba(
 
 
 def mixed(config: Config, layer: LayerSpec, state: StateSpec, types: object) -> tuple[LayerSpec, ...]:
-    """Return layers like `layer`, of which those that `types` calls mamba have a state in place of attention; no `types`:
-    all of them. Raises ValueError for types that are unknown or too few."""
+    """Return layers like `layer`, of which those that `types` calls mamba have a state in place of attention; no
+    `types`: all of them. Raises ValueError for types that are unknown or too few."""
     types = [MAMBA] * config.num_layers if types is None else types
     if not isinstance(types, list) or len(types) != config.num_layers:
         raise ValueError(f"layer_types are not those of {config.num_layers} layers")

@@ -1,5 +1,5 @@
-"""Nemotron-H: each layer is Mamba-2, attention without positions, an MLP without gate or experts of such, alone behind its
-norm."""
+"""Nemotron-H: each layer is Mamba-2, attention without positions, an MLP without gate or experts of such, alone behind
+its norm."""
 
 from baton.engine.core.model_spec import ExpertsSpec, LayerSpec, ModelSpec, NormSpec, TensorNames
 from baton.engine.core.state_spec import Mamba2Spec

@@ -1,5 +1,5 @@
-"""Qwen3-Next and Qwen3.5: three layers of gated delta net to one of gated attention, zero-centred norms; an MLP, or experts
-beside a shared one."""
+"""Qwen3-Next and Qwen3.5: three layers of gated delta net to one of gated attention, zero-centred norms; an MLP, or
+experts beside a shared one."""
 
 from dataclasses import replace
 from typing import Any

@@ -1,4 +1,4 @@
-"""DeepSeek V2 and V3, and Kimi K2 in their layout: latent attention, experts in groups, shared ones, dense first layers."""
+"""DeepSeek V2 and V3, and Kimi K2 in their layout: latent attention, grouped and shared experts, dense first layers."""
 
 from dataclasses import replace
 from typing import Any

@@ -1,4 +1,5 @@
-"""gpt-oss: attention sinks, every other layer with a window, clamped SwiGLU, biases everywhere, experts in one tensor."""
+"""gpt-oss: attention sinks, every other layer with a window, clamped SwiGLU, biases everywhere, experts in one
+tensor."""
 
 from dataclasses import replace
 

@@ -1,10 +1,10 @@
-"""Recurrences by chunks of a fixed number of tokens, as products of matrices: for prompts, where a token need not have the
-bits that it has in decode. Mamba-2 by arXiv 2405.21060, the gated delta rule by arXiv 2412.06464.
+"""Recurrences by chunks of a fixed number of tokens, as products of matrices: for prompts, where a token need not have
+the bits that it has in decode. Mamba-2 by arXiv 2405.21060, the gated delta rule by arXiv 2412.06464.
 
-A step's rows of a sequence that begin at a multiple of CHUNK go by whole chunks; the rest of them is folded behind that, token
-by token (folds.py). So the bits of a token do not depend on what else is in its step, nor on how a prompt was cut at
-multiples of CHUNK. Products are of tf32, which has more bits than the rows of bf16 that the inputs are made of. Decays
-are exponents of sums over the tokens between, never above 0.
+A step's rows of a sequence that begin at a multiple of CHUNK go by whole chunks; the rest of them is folded behind
+that, token by token (folds.py). So the bits of a token do not depend on what else is in its step, nor on how a prompt
+was cut at multiples of CHUNK. Products are of tf32, which has more bits than the rows of bf16 that the inputs are made
+of. Decays are exponents of sums over the tokens between, never above 0.
 """
 
 import triton
@@ -92,9 +92,9 @@ def prepare_delta_net(
     inputs, step_bias, decay, solved, table, query_starts, kv_lens,
     num_heads, heads_each, num_keys, key_dim, width, EXTRA: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Of each chunk what its changes are made of: u = b (v - k state), where the state holds the changes before in the chunk, is
-    (1 + A)^-1 b (v - k state before), A below its diagonal. solved fp32 [T, heads, CHUNK]: (1 + A)^-1 b, a row for each
-    token. Grid (sequences, heads, chunks of the longest)."""
+    """Of each chunk what its changes are made of: u = b (v - k state), where the state holds the changes before in the
+    chunk, is (1 + A)^-1 b (v - k state before), A below its diagonal. solved fp32 [T, heads, CHUNK]: (1 + A)^-1 b, a
+    row for each token. Grid (sequences, heads, chunks of the longest)."""
     state, pending, total, kept, first_input, first_row, context = sequence(table, query_starts, kv_lens, EXTRA)
     begin = tl.program_id(2) * CHUNK
     if state < 0:

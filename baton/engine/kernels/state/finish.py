@@ -11,9 +11,9 @@ def finish(
     y, rows, weight, out, row_stride, inner, size, eps,
     NORMED: tl.constexpr, NORM_FIRST: tl.constexpr, SHARED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """out [T, inner], in its dtype, of y fp32 [T, inner] and the gates at the beginning of projected rows. NORMED: parts of
-    `size` elements are RMS-normed, with `weight` fp32 [inner], or SHARED [size], of all parts; NORM_FIRST: before they are
-    gated. Grid (T, parts)."""
+    """out [T, inner], in its dtype, of y fp32 [T, inner] and the gates at the beginning of projected rows. NORMED:
+    parts of `size` elements are RMS-normed, with `weight` fp32 [inner], or SHARED [size], of all parts; NORM_FIRST:
+    before they are gated. Grid (T, parts)."""
     row = tl.program_id(0).to(tl.int64)
     lanes = tl.arange(0, BLOCK)
     places = tl.program_id(1) * size + lanes

@@ -1,10 +1,10 @@
-"""Recurrences over whole sequences, one token after the other, in place in their state blocks: the same operations in the
-same order in prompts as in decode, so that a token has the same bits wherever a chunk begins. The torch twins are
+"""Recurrences over whole sequences, one token after the other, in place in their state blocks: the same operations in
+the same order in prompts as in decode, so that a token has the same bits wherever a chunk begins. The torch twins are
 recurrent/mamba2.py, delta_net.py and mamba.py.
 
-A program holds some rows of one state in registers over all inputs of a sequence; what the next input brings is read while
-this one is folded. `inputs` and the table of sequences are those of inputs.py; y fp32 [T, inner]. CHUNK: what goes by whole
-chunks (chunks.py) is folded already; 0: nothing is.
+A program holds some rows of one state in registers over all inputs of a sequence; what the next input brings is read
+while this one is folded. `inputs` and the table of sequences are those of inputs.py; y fp32 [T, inner]. CHUNK: what
+goes by whole chunks (chunks.py) is folded already; 0: nothing is.
 """
 
 import triton
@@ -81,8 +81,8 @@ def fold_delta_net(
     last_state, state_stride, first_element, num_heads, heads_each, num_keys, key_dim, value_dim, width, inner,
     EXTRA: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """state = g state, state = state + k (b (v - k state)), y = q state. Inputs are q and k [num_keys] each, a head of them for
-    `heads_each` heads of values, v, then of each head how much it writes, of each its raw step. A state
+    """state = g state, state = state + k (b (v - k state)), y = q state. Inputs are q and k [num_keys] each, a head of
+    them for `heads_each` heads of values, v, then of each head how much it writes, of each its raw step. A state
     [heads, key_dim, value_dim] begins at `first_element`. Grid (sequences, heads, blocks of a head's values)."""
     state, pending, total, kept, first_input, first_row, context = sequence(table, query_starts, kv_lens, EXTRA)
     if state < 0:
@@ -134,9 +134,9 @@ def fold_mamba(
     last_state, state_stride, first_element, state_size, inner,
     EXTRA: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """state = state exp(dt A) + (dt x) B, y = state C + D x, each channel by itself. Of every input x [inner], its raw steps
-    [inner], and what is written and read, fp32 [state_size]; decay fp32 [state_size, inner]. A state [state_size, inner]
-    begins at `first_element`. Grid (sequences, blocks of channels)."""
+    """state = state exp(dt A) + (dt x) B, y = state C + D x, each channel by itself. Of every input x [inner], its raw
+    steps [inner], and what is written and read, fp32 [state_size]; decay fp32 [state_size, inner]. A state [state_size,
+    inner] begins at `first_element`. Grid (sequences, blocks of channels)."""
     state, pending, total, kept, first_input, first_row, context = sequence(table, query_starts, kv_lens, EXTRA)
     if state < 0:
         return

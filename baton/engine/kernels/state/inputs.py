@@ -1,10 +1,11 @@
-"""What goes into the recurrence of a layer with a state: rows behind the short convolution, and the scalars beside them.
+"""What goes into the recurrence of a layer with a state: rows behind the short convolution, and the scalars beside
+them.
 
-A sequence of a step is a row of the table int32 [S, STATE_FIELDS]: its state block, -1 where it is padding; the accepted
-proposals of the step before that are folded in first; the proposals at its end; and how many sequences at the end of the
-table are padding that repeats it. Its inputs are the pending proposals, out of `drafts`, then its rows; they
-have numbers from 0 on, and behind `kept` of them its state is kept. The recurrence's kernels (folds.py) read them as rows
-[inputs of a step, channels and scalars], those of sequence s from row query_starts[s] + s * EXTRA on.
+A sequence of a step is a row of the table int32 [S, STATE_FIELDS]: its state block, -1 where it is padding; the
+accepted proposals of the step before that are folded in first; the proposals at its end; and how many sequences at the
+end of the table are padding that repeats it. Its inputs are the pending proposals, out of `drafts`, then its rows; they
+have numbers from 0 on, and behind `kept` of them its state is kept. The recurrence's kernels (folds.py) read them as
+rows [inputs of a step, channels and scalars], those of sequence s from row query_starts[s] + s * EXTRA on.
 """
 
 import triton
@@ -15,8 +16,8 @@ STATE_FIELDS = tl.constexpr(4)
 
 @triton.jit
 def sequence(table, query_starts, kv_lens, EXTRA: tl.constexpr):
-    """Return of the program's sequence: its block, its pending proposals, its inputs, those that are kept, the row of its
-    first input, its first row of the step, and the tokens before that, which may be none."""
+    """Return of the program's sequence: its block, its pending proposals, its inputs, those that are kept, the row of
+    its first input, its first row of the step, and the tokens before that, which may be none."""
     seq = tl.program_id(0)
     own = table + seq * STATE_FIELDS
     state, pending, drafts = tl.load(own), tl.load(own + 1), tl.load(own + 2)
@@ -30,8 +31,8 @@ def sequence(table, query_starts, kv_lens, EXTRA: tl.constexpr):
 @triton.jit
 def _inputs(rows, drafts, tail, index, places, mask, pending, num_channels, row_stride, draft_stride, context,
             TAPS: tl.constexpr, DRAFTS: tl.constexpr):  # fmt: skip
-    """Inputs `index` [N, 1], from -(TAPS - 1) on, at `places` [1, M], fp32 [N, M]: those below 0 out of the tail, pending
-    ones out of drafts, others out of rows."""
+    """Inputs `index` [N, 1], from -(TAPS - 1) on, at `places` [1, M], fp32 [N, M]: those below 0 out of the tail,
+    pending ones out of drafts, others out of rows."""
     known = mask & (index >= pending)
     found = tl.load(rows + (index - pending).to(tl.int64) * row_stride + places, mask=known, other=0.0).to(tl.float32)
     before = mask & (index < 0) & (places < num_channels) & (context > 0)
@@ -54,10 +55,10 @@ def convolve(
     """Inputs of a recurrence: channels [first, first + num_channels) of projected rows behind the convolution and SiLU,
     the scalars behind them as they are, fp32. Tails are moved on, and inputs of proposals kept in `drafts`.
 
-    weight fp32 [TAPS, num_channels], oldest tap first; states and drafts: of this layer, fp32, block `last_state` first;
-    drafts [.., .., channels and scalars]; out as the module says. The first NUM_NORMED parts of NORM_SIZE channels are
-    brought to length one, their first half times `query_scale` as well. EXTRA 0: nobody proposes. Grid (sequences,
-    parts).
+    weight fp32 [TAPS, num_channels], oldest tap first; states and drafts: of this layer, fp32, block `last_state`
+    first; drafts [.., .., channels and scalars]; out as the module says. The first NUM_NORMED parts of NORM_SIZE
+    channels are brought to length one, their first half times `query_scale` as well. EXTRA 0: nobody proposes. Grid
+    (sequences, parts).
     """
     state, pending, total, kept, first_input, first_row, context = sequence(table, query_starts, kv_lens, EXTRA)
     if state < 0:

@@ -16,7 +16,8 @@ class LinearKernel(ABC):
 
     @abstractmethod
     def __call__(self, x: Tensor, largest: Tensor | None = None) -> Tensor:
-        """x [T, in_features] -> y [T, out_features], both in the compute dtype; y fp32 of a kernel made for `partial` sums.
+        """x [T, in_features] -> y [T, out_features], both in the compute dtype; y fp32 of a kernel made for `partial`
+        sums.
 
         `largest`: fp32 [T], the largest magnitudes of rows that are `scaled_by_row` and of which x is a part.
         """

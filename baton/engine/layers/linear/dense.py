@@ -1,10 +1,11 @@
-"""`F.linear` on a weight of any form, expanded to the compute dtype; activations are rounded to fp8 where the form says so.
+"""`F.linear` on a weight of any form, expanded to the compute dtype; activations are rounded to fp8 where the form says
+so.
 
 Measured (torch 2.13, MKL and oneDNN, AVX-512, 1 to 16 threads, shapes 30 to 14,336): a row of `F.linear` has the same
 bits whatever shares its batch once there are at least 2 rows in bf16 and fp16, and when the number of rows is a
-multiple of 8 in fp32. One row alone takes another path (a matrix-vector product that adds in another order).
-Where the processor has AMX both libraries choose their kernels by the number of rows up to 256 and more, and MKL divides
-sums among threads: there rows are equal only behind `reproducible.fix_order_of_sums`.
+multiple of 8 in fp32. One row alone takes another path (a matrix-vector product that adds in another order). Where the
+processor has AMX both libraries choose their kernels by the number of rows up to 256 and more, and MKL divides sums
+among threads: there rows are equal only behind `reproducible.fix_order_of_sums`.
 """
 
 from dataclasses import replace

@@ -80,8 +80,8 @@ def unfit_for_panels(weight: Weight, dtype: torch.dtype) -> str:
 
 
 def pack(weight: Weight, dtype: torch.dtype, leaves: int = 1) -> Panels:
-    """Packs a weight that `unfit_for_panels` has nothing against; `dtype` is the compute dtype. Sums end at each leaf of its
-    inputs (weights/leaves.py)."""
+    """Packs a weight that `unfit_for_panels` has nothing against; `dtype` is the compute dtype. Sums end at each leaf
+    of its inputs (weights/leaves.py)."""
     if isinstance(weight, DenseWeight):
         panels = _pack_dense(weight, dtype)
     else:

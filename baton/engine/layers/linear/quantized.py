@@ -1,4 +1,5 @@
-"""Weights of int8 rows times int8 activations by torch's own integer products (FBGEMM), where there are no native kernels.
+"""Weights of int8 rows times int8 activations by torch's own integer products (FBGEMM), where there are no native
+kernels.
 
 The sums are exact, and every bit is the one of the native kernels. FBGEMM multiplies unsigned activations by signed
 weights, and below VNNI it adds two such products in 16 bits: 2 * 127 * 128 fits, 2 * 255 * 128 does not. So a row goes

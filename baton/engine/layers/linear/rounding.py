@@ -10,8 +10,8 @@ from baton.engine.weights.round import FP8_MAX
 def rounded_to_e4m3(
     x: Tensor, activations: str, block_in: int, input_scale: float | None, largest: Tensor | None = None
 ) -> Tensor:
-    """x [T, in] as e4m3 with the scales of the form (dynamic | dynamic-block | static), in the dtype of x; `largest` [T]:
-    magnitudes of the rows where x is a part of them."""
+    """Round x [T, in] to e4m3 by the scales of a form (dynamic, dynamic-block, static); return it in the dtype of x.
+    `largest` [T]: the magnitude of each whole row, where x is a part of it."""
     values = x.float()
     if activations == "dynamic-block":
         num_in = x.shape[1]

@@ -37,8 +37,8 @@ class LinearChoice:
         num_outputs: int = 0,
     ) -> LinearKernel:  # fmt: skip
         """weight [out_features, in_features] of any form, bias [out_features] -> its kernel. `leaves` of its inputs are
-        summed apart where rows are exact; `partial`: y is fp32, to be added to others. `num_outputs`: no kernel of a CPU
-        sums otherwise for it."""
+        summed apart where rows are exact; `partial`: y is fp32, to be added to others. `num_outputs`: no kernel of a
+        CPU sums otherwise for it."""
         chosen = self._choose(weight)
         for other in KERNELS:
             if other != chosen:
@@ -67,8 +67,8 @@ class LinearChoice:
 def choose(
     name: str, batch_invariant: bool, dtype: torch.dtype, device: torch.device = CPU
 ) -> tuple[LinearChoice | GpuChoice, dict[str, str]]:
-    """A maker of kernels, (weight, bias, leaves) -> LinearKernel, for `dtype` to compute in, and why each of the kernels that
-    are not taken was passed over (complete when all weights are made). `name` "auto" picks.
+    """A maker of kernels, (weight, bias, leaves) -> LinearKernel, for `dtype` to compute in, and why each of the
+    kernels that are not taken was passed over (complete when all weights are made). `name` "auto" picks.
 
     Raises ValueError where the kernel asked for does not exist, is not to be had, or cannot be exact in exact mode.
     """

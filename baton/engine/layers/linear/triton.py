@@ -1,7 +1,8 @@
 """Weights on a GPU applied by Triton kernels (kernels/linear.py), dequantized as they are read; and by cuBLAS.
 
-A `GpuLinear` has several paths to the same product. In exact mode there is one, with a larger tile for many rows
-that sums in the same order; otherwise a table says which is fastest for how many (tuning.py): measured, by weight form and shape.
+A `GpuLinear` has several paths to the same product. In exact mode there is one, with a larger tile for many rows that
+sums in the same order; otherwise a table says which is fastest for how many (tuning.py): measured, by weight form and
+shape.
 """
 
 import math
@@ -48,9 +49,9 @@ class GpuLinear(LinearKernel):
         partial: bool = False,
         num_outputs: int = 0,
     ):
-        """weight and bias are on the device; dtype: of x and y. `unfit_on_gpu` has nothing against the weight. `leaves`: of an
-        exact sum; of a faster one the inputs are one. `num_outputs`: of the weight of which ranks have some outputs each
-        (0: all of them are here), so that a rank's sums are those of one process."""
+        """weight and bias are on the device; dtype: of x and y. `unfit_on_gpu` has nothing against the weight.
+        `leaves`: of an exact sum; of a faster one the inputs are one. `num_outputs`: of the weight of which ranks have
+        some outputs each (0: all of them are here), so that a rank's sums are those of one process."""
         self.batch_invariant = exact
         self._tiny: tinygemm.TinyGemm | None = None
         self.stored = stored = store(weight, dtype)
@@ -107,16 +108,16 @@ class GpuLinear(LinearKernel):
         self.stored, self.bias, self._tiny = stored, bias, None
 
     def use(self, by_rows: list[tuple[float, str]]) -> None:
-        """`by_rows`: (largest number of rows, path) ascending, the last one infinite. Makes the copy of the weight that a
-        path needs at once: behind the pool there might be no memory for it."""
+        """`by_rows`: (largest number of rows, path) ascending, the last one infinite. Makes the copy of the weight that
+        a path needs at once: behind the pool there might be no memory for it."""
         self._by_rows = by_rows
         taken = any(name in self.copying for _, name in by_rows)
         self._tiny = (self._tiny or self._packed()) if taken else None
 
     @property
     def rounding(self) -> Rounding | None:
-        """Return how `of_rounded` wants its rows; None: this weight is not multiplied with rounded ones, or has inputs of its
-        own."""
+        """Return how `of_rounded` wants its rows; None: this weight is not multiplied with rounded ones, or has inputs
+        of its own."""
         return None if self.has_own_inputs else self._rounding
 
     @property
@@ -181,9 +182,9 @@ class GpuLinear(LinearKernel):
         return {"row": num_rows == 1, "int_mm": num_rows > 16}.get(path, True)
 
     def _columns_of(self, tile: int) -> int:
-        """Outputs of a tile. Of 128, int4 would spill 304 bytes of registers, and e4m3 with e4m3, which adds to a sum of its
-        own, up to 336; a tree keeps four sums of each: of 64, 72 and 96. fp32 would take 131,072 bytes of shared memory,
-        more than compute capability 8.6, 8.9 and 12.0 have."""
+        """Outputs of a tile. Of 128, int4 would spill 304 bytes of registers, and e4m3 with e4m3, which adds to a sum
+        of its own, up to 336; a tree keeps four sums of each: of 64, 72 and 96. fp32 would take 131,072 bytes of shared
+        memory, more than compute capability 8.6, 8.9 and 12.0 have."""
         if tile < 128 or (self.stored.kind == "dense" and self.dtype == torch.float32):
             return BLOCK_N
         crowded = self.stored.kind == "int4" or self._of_e4m3
@@ -220,8 +221,8 @@ class GpuLinear(LinearKernel):
     def constants(self, tile: int) -> dict[str, int | bool | str]:
         """Return what a kernel of tiles of so many rows is compiled for."""
         stored = self.stored
-        # Of e4m3 in tiles of 16 rows four warps spill 8 bytes a thread on compute capability 9.0, of a tree of int4 16, of
-        # one of e4m3 with e4m3 40.
+        # Of e4m3 in tiles of 16 rows four warps spill 8 bytes a thread on compute capability 9.0, of a tree of int4 16,
+        # of one of e4m3 with e4m3 40.
         crowded = self.leaves > 1 and (stored.kind == "int4" or self._of_e4m3)
         wide = tile > 64 or crowded or (tile == 16 and stored.kind == "fp8")
         return dict(

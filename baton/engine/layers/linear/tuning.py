@@ -21,8 +21,8 @@ from baton.lines import one_line
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
 NUM_RUNS = 7
 FLUSH_BYTES = 256 << 20  # beyond the L2 of any GPU: in a model other weights have passed since
-# Before each run, while Python launches it: what it takes for that would else count, which a graph does not have. By bytes an H200 writes
-# these once in 56 us.
+# Before each run, while Python launches it: what it takes for that would else count, which a graph does not have. By
+# bytes an H200 writes these once in 56 us.
 NUM_FLUSHES = 4
 COPY_MARGIN = 1.1  # by which a path that keeps a copy of the weight must be the faster one
 # Below baton/engine: another kernel is another table.
@@ -59,8 +59,8 @@ class Table:
         kernel.use([(limit, found[str(rows)]) for limit, rows in zip(limits, ROWS, strict=True)])
 
     def _fastest(self, kernel: GpuLinear, x: torch.Tensor) -> dict[str, str]:
-        """Return the fastest path for each of ROWS. A path of a library that raises for any of them is left out, and so is a tile
-        that is larger than the device's shared memory."""
+        """Return the fastest path for each of ROWS. A path of a library that raises for any of them is left out, and so
+        is a tile that is larger than the device's shared memory."""
         seconds: dict[int, dict[str, float]] = {rows: {} for rows in ROWS}
         for name, path in list(kernel.paths.items()):
             try:

@@ -31,7 +31,9 @@ from baton.protocol import MAX_DRAFT_TOKENS
 GAIN = 1.03  # below it a predicted gain may be noise
 DRAFT_GAIN = 1.1  # the same where proposals have to be drafted: more is guessed, and more is lost by a wrong guess
 PRIOR_ACCEPTANCE = 0.6
-PATIENCE = 3  # wider drafts looked at beyond the best one; where one of 8 sequences gains, the first width that pays may be the fourth
+# wider drafts looked at beyond the best one; where one of 8 sequences gains, the first width that pays may be the
+# fourth
+PATIENCE = 3
 READY_DRAFT_FACTOR = 4  # times as wide where the proposals are there anyway
 TRY_STEPS = 6  # what follows hidden states guesses badly while it has seen few
 DEAREST_READ = 0.75 * FIRST_ALLOWANCE  # plain steps that a try counts for reading, as no more is ever saved up
@@ -153,8 +155,8 @@ class Controller:
         return is_due or self.costs.plain_s(num_seqs) is None or self._plain_left > 0
 
     def num_plain_steps(self, names: Iterable[str], num_seqs: int, has_fixed: bool) -> int:
-        """Return how many steps, the planned one included, pass before one of these proposers is asked. `has_fixed`: each is
-        asked in every step that is not measured as a plain one."""
+        """Return how many steps, the planned one included, pass before one of these proposers is asked. `has_fixed`:
+        each is asked in every step that is not measured as a plain one."""
         if self._plain_left > 0:
             return COLD - self._num_plain if self._num_plain < COLD else self._plain_left
         resting = (
@@ -209,9 +211,10 @@ class Controller:
         self, num_made: int, num_proposed: int, step_s: float, draft_s: float, adaptive: Iterable[str], num_steps: int = 1,
         is_plain: bool = True, last: str = "", least_made: int = 1,
     ) -> None:  # fmt: skip
-        """The planned step has passed, decoding alone: `num_made` tokens in `step_s`, without its drafts. `num_steps`: where
-        nothing was proposed as many have, each with as many tokens in as much time; `is_plain`: as plain steps are done;
-        `last`: the last of the proposers whose proposals it had; `least_made`: tokens of the sequence that has the fewest."""
+        """The planned step has passed, decoding alone: `num_made` tokens in `step_s`, without its drafts. `num_steps`:
+        where nothing was proposed as many have, each with as many tokens in as much time; `is_plain`: as plain steps
+        are done; `last`: the last of the proposers whose proposals it had; `least_made`: tokens of the sequence that
+        has the fewest."""
         num_seqs, plan = self.plan.num_seqs, self.plan
         self._timed_at = self.step
         plain_s = self.costs.plain_s(num_seqs)
@@ -223,7 +226,8 @@ class Controller:
         if num_proposed:
             self.costs.add_verified(last, num_seqs, num_proposed, step_s)
         elif is_plain and self._num_plain - num_steps >= COLD:
-            # A call is one measurement until there are enough: the first ones, of a cold engine, are twice as slow as later ones.
+            # A call is one measurement until there are enough: the first ones, of a cold engine, are twice as slow as
+            # later ones.
             self.costs.add_plain(num_seqs, step_s, 1 if plain_s is None else num_steps)
             self._note_plain_measured(num_seqs.bit_length())
         if plain_s is None:
@@ -329,8 +333,8 @@ class Controller:
         self, name: str, state: ProposerState, own: Sequence[AcceptanceRate], limits: Sequence[int], plain_s: float,
         has_drafts: bool, reads: Sequence[float],
     ) -> list[int]:  # fmt: skip
-        """As many sequences as the allowance pays for, those that are read soonest and least known first, and the same until
-        the try is over; none where it does not pay for one. `reads`: plain steps that each takes to be read."""
+        """As many sequences as the allowance pays for, those that are read soonest and least known first, and the same
+        until the try is over; none where it does not pay for one. `reads`: plain steps that each takes to be read."""
         order = sorted(range(len(own)), key=lambda index: (reads[index], own[index].trials))
         widths, width = [0] * len(own), state.width * (READY_DRAFT_FACTOR if has_drafts else 1)
         if not state.is_trying:
@@ -372,8 +376,8 @@ class Controller:
 
 
 def _of_slowest(tokens: float, at_once: float, num_left: int) -> float:
-    """Return the tokens a step of the sequence for which a batch waits to the end of `num_left`: in one step `at_once`, of the
-    one that is wrong first; in many steps `tokens`, of the one that is wrong most often, as chance evens out."""
+    """Return the tokens a step of the sequence for which a batch waits to the end of `num_left`: in one step `at_once`,
+    of the one that is wrong first; in many steps `tokens`, of the one that is wrong most often, as chance evens out."""
     return tokens - (tokens - min(tokens, at_once)) / math.sqrt(max(1.0, num_left / tokens))
 
 

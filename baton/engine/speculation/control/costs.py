@@ -110,8 +110,9 @@ class CostCurve:
 
 
 def _rising(points: list[tuple[float, float, float]]) -> list[tuple[int, float]]:
-    """The costs nearest to `points` (size, seconds, weight) that never fall with the size, by pooling adjacent violators (Ayer
-    et al., 1955): of a small size that was dear and a larger one that was not, neither is believed alone."""
+    """The costs nearest to `points` (size, seconds, weight) that never fall with the size, by pooling adjacent
+    violators (Ayer et al., 1955): of a small size that was dear and a larger one that was not, neither is believed
+    alone."""
     pools: list[tuple[float, float, list[float]]] = []  # seconds, weight, sizes
     for size, seconds, weight in points:
         sizes = [size]
@@ -129,8 +130,8 @@ class Costs:
 
     def __init__(self):
         self.plain: dict[int, RunningMedian] = {}
-        # Of a verifying step beyond a plain one by its proposals, for each proposer: behind a model that has drafted the caches
-        # are cold. Shared, tries of heads made prompt lookup look three times as dear as it is.
+        # Of a verifying step beyond a plain one by its proposals, for each proposer: behind a model that has drafted
+        # the caches are cold. Shared, tries of heads made prompt lookup look three times as dear as it is.
         self.extra: dict[str, dict[int, CostCurve]] = {}
         self.drafts: dict[str, dict[int, CostCurve]] = {}  # of each proposer, by width
         self.reads: dict[str, RunningMedian] = {}  # of each proposer, seconds for a token that it has to read first

@@ -10,7 +10,8 @@ LOOK_INTERVAL = 16  # steps between two looks at what is off: sequences come and
 LOOK_SHARE = 0.01  # of the time of plain steps, for looks: between two of them are more steps where these are short
 # Where no try can be paid: a look takes the demo half a plain step, with the call of several steps that it cuts in two.
 MAX_LOOK_INTERVAL = 128
-# Of what costs next to nothing, in a small batch; while looks gain something two are ever further apart: 1, 2, 2, 4, 4, 8 steps.
+# Of what costs next to nothing, in a small batch; while looks gain something two are ever further apart: 1, 2, 2, 4, 4,
+# 8 steps.
 VAIN_INTERVAL = 8
 FIRST_WORTH = 2.0  # plain steps: what a look is taken to gain before it is known
 WORTH_WEIGHT = 0.05  # of one more look
@@ -50,9 +51,9 @@ class ProposerState:
         return step < self.rests_until and self.bucket == num_seqs.bit_length() and not self.is_trying
 
     def num_resting(self, step: int, num_seqs: int, steps_a_call: int) -> int:
-        """Return how many steps from this one on it is not asked; at least 1. Where several decode, what rests as long as a call
-        of `steps_a_call` is asked behind one: a call that is cut in two takes the demo 0.3 ms more, two thirds of a step of
-        four, and what is found helps one alone more than them."""
+        """Return how many steps from this one on it is not asked; at least 1. Where several decode, what rests as long
+        as a call of `steps_a_call` is asked behind one: a call that is cut in two takes the demo 0.3 ms more, two
+        thirds of a step of four, and what is found helps one alone more than them."""
         if not self.is_resting(step, num_seqs):
             return 1
         num_steps = self.rests_until - step

@@ -68,8 +68,8 @@ class Speculator:
         clock: Callable[[], float],
         steps_a_call: int,
     ):
-        """`num_draft_tokens`: always this many, whether it pays or not; None: as many as pay; `steps_a_call`: the most that
-        the engine does in one call, where nothing is proposed."""
+        """`num_draft_tokens`: always this many, whether it pays or not; None: as many as pay; `steps_a_call`: the most
+        that the engine does in one call, where nothing is proposed."""
         proposers = list(proposers)
         self.proposers = {proposer.name: proposer for proposer in proposers}
         self.controller = Controller(steps_a_call)
@@ -263,14 +263,16 @@ class Speculator:
     def _limit(self, seq: Sequence, budget: int) -> int:
         request, scheduler = seq.group.request, self._scheduler
         if scheduler.ledger.states is not None and seq.group.is_named:
-            # A state is kept behind the token that a step begins with: at a checkpoint one has to begin with the last before.
+            # A state is kept behind the token that a step begins with: at a checkpoint one has to begin with the last
+            # before.
             step = scheduler.config.checkpoint_step
             budget = min(budget, step - 1 - seq.num_tokens % step)
         return limit_of(request.max_tokens - seq.num_output, budget)
 
     @property
     def num_plain_steps(self) -> int:
-        """Return in how many steps, from the one that was planned on, nothing is proposed, as far as is known; at least 1."""
+        """Return in how many steps, from the one that was planned on, nothing is proposed, as far as is known; at least
+        1."""
         if self._step.proposer_of or self.wants_hidden:
             return 1
         decoding = self._decoding

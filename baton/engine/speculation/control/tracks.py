@@ -61,8 +61,8 @@ class Tracks(dict[Sequence, Track]):
             self._close(self.pop(seq))
 
     def rest(self) -> None:
-        """The proposer is not wanted now: close it where it follows the target's hidden states, since it would need those of
-        every step."""
+        """The proposer is not wanted now: close it where it follows the target's hidden states, since it would need
+        those of every step."""
         if self.proposer.wants_hidden and self.num_open:
             for track in self.values():
                 self._close(track)

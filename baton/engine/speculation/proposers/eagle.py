@@ -1,5 +1,5 @@
-"""An EAGLE-style draft (Li et al., arXiv 2401.15077): one decoder layer of a folder of heads, as feature_proposer.py draws it.
-Its features are normed behind the layer, which attends to the last WINDOW rows."""
+"""An EAGLE-style draft (Li et al., arXiv 2401.15077): one decoder layer of a folder of heads, as feature_proposer.py
+draws it. Its features are normed behind the layer, which attends to the last WINDOW rows."""
 
 from collections.abc import Sequence
 from dataclasses import replace

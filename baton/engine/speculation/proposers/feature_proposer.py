@@ -1,13 +1,13 @@
-"""Guess by a layer that continues from its target's last hidden states: one of a folder of heads (eagle.py), or one that the
-checkpoint ships (mtp.py).
+"""Guess by a layer that continues from its target's last hidden states: one of a folder of heads (eagle.py), or one
+that the checkpoint ships (mtp.py).
 
     x_p = project([norm(e_p+1) ; norm(f_p)])      e_p+1: embedding of the token after position p
     f_p+1 = layer(x_p, before p)                  f_p: the target's last hidden state at p, normed; beyond the last
     logits = head(f_p+1)                          verified position the layer's own output in its place
 
-Embedding and output matrix are the target's. The layer has seen no rows from before the first decode step on this worker:
-hidden states do not cross a handoff, so a sequence whose prompt was read here starts as empty as one whose prompt came
-from elsewhere.
+Embedding and output matrix are the target's. The layer has seen no rows from before the first decode step on this
+worker: hidden states do not cross a handoff, so a sequence whose prompt was read here starts as empty as one whose
+prompt came from elsewhere.
 """
 
 from abc import abstractmethod
@@ -88,8 +88,8 @@ class FeatureProposer(Proposer):
 
     @abstractmethod
     def _run_layer(self, x: Tensor, token_ids: Tensor, positions: Tensor, chunks: Sequence[Chunk]) -> Tensor:
-        """Pass the rows x [T, hidden_size] of all chunks through the layer, K and V to their places; return the features
-        [S, hidden_size] behind the last row of each chunk."""
+        """Pass the rows x [T, hidden_size] of all chunks through the layer, K and V to their places; return the
+        features [S, hidden_size] behind the last row of each chunk."""
 
     def _logits(self, features: Tensor) -> Tensor:
         return self.model.scored(features).float()
@@ -146,7 +146,8 @@ class FeatureProposer(Proposer):
             features = self._read([_next_row(draft) for draft in drafts], features)
 
     def _take_unread(self, draftees: Sequence[Draftee]) -> tuple[list[Chunk], Tensor]:
-        """Return the rows that came since the last time as chunks, and the target's hidden states [T, hidden_size] at them."""
+        """Return the rows that came since the last time as chunks, and the target's hidden states [T, hidden_size] at
+        them."""
         chunks, hidden = [], []
         for draftee in draftees:
             context, num_new = draftee.state, draftee.state.num_unread
@@ -166,8 +167,8 @@ class FeatureProposer(Proposer):
         context.num_rows = kept
 
     def _read(self, chunks: Sequence[Chunk], features: Tensor) -> Tensor:
-        """Pass rows through the layer, which come from `features` [T, hidden_size] and the tokens behind them; return the
-        features [S, hidden_size] of the last row of each chunk."""
+        """Pass rows through the layer, which come from `features` [T, hidden_size] and the tokens behind them; return
+        the features [S, hidden_size] of the last row of each chunk."""
         token_ids = self._ints([token_id for chunk in chunks for token_id in chunk.token_ids])
         positions = self._ints([chunk.position + i for chunk in chunks for i in range(len(chunk.token_ids))])
         embedded = self._entry.embedding_norm(self.model.embedded(token_ids))
@@ -179,8 +180,8 @@ class FeatureProposer(Proposer):
 
 
 def _next_row(draft: Draft) -> Chunk:
-    """Return the row of the last drafted token: its K and V stand behind the verified ones, where the next catch-up writes over
-    them."""
+    """Return the row of the last drafted token: its K and V stand behind the verified ones, where the next catch-up
+    writes over them."""
     draftee, num_drafted = draft.draftee, len(draft.token_ids)
     context, position = draftee.state, len(draftee.token_ids) + num_drafted - 2
     return Chunk(context.slot, context.num_rows + num_drafted - 1, position, draft.token_ids[-1:])

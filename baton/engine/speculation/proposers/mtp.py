@@ -1,5 +1,6 @@
-"""The layer that a checkpoint ships to predict the token behind the next one (DeepSeek-V3, arXiv 2412.19437, section 2.2), as
-feature_proposer.py draws it; its features are normed in front of the head alone. It looks back at all rows that its slot has."""
+"""The layer that a checkpoint ships to predict the token behind the next one (DeepSeek-V3, arXiv 2412.19437, section
+2.2), as feature_proposer.py draws it; its features are normed in front of the head alone. It looks back at all rows
+that its slot has."""
 
 from collections.abc import Sequence
 

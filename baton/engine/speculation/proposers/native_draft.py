@@ -43,8 +43,8 @@ class EntryLayer(NamedTuple):
 
 
 class UnreadTokens(NamedTuple):
-    """The tokens of one sequence that the draft has not read, `Unread` of native/layers/draft.cpp. Its K and V are in blocks in
-    the order of its rows."""
+    """The tokens of one sequence that the draft has not read, `Unread` of native/layers/draft.cpp. Its K and V are in
+    blocks in the order of its rows."""
 
     num_tokens: int  # at least one
     num_rows: int  # once they are read
@@ -108,8 +108,8 @@ class NativeHeads:
     """Medusa-style heads of a model, applied to the rows of all sequences."""
 
     def __init__(self, model: Model, enter: Sequence[PackedLinear], leave: Sequence[PackedLinear], scales: Tensor):
-        """`enter` [2 * hidden_size, 2 * hidden_size] and `leave` [hidden_size, hidden_size] of each head, `scales` [heads,
-        hidden_size] in the model's dtype."""
+        """`enter` [2 * hidden_size, 2 * hidden_size] and `leave` [hidden_size, hidden_size] of each head, `scales`
+        [heads, hidden_size] in the model's dtype."""
         ones = torch.ones_like(scales[0])
         heads = (_Head * len(enter))(
             *(
@@ -126,8 +126,8 @@ class NativeHeads:
         self._run = native.library().function("baton_heads", *arguments)
 
     def __call__(self, hidden: Tensor, token_ids: list[int], num_heads: int) -> list[list[int]]:
-        """Guesses of the first heads for each sequence; `hidden` [S, hidden_size]: the target's rows that `token_ids` were
-        drawn from."""
+        """Guesses of the first heads for each sequence; `hidden` [S, hidden_size]: the target's rows that `token_ids`
+        were drawn from."""
         ids, drafted = array("q", token_ids), array("q", bytes(8 * num_heads * len(token_ids)))
         self._run(
             ctypes.addressof(self._heads), hidden.data_ptr(), ids.buffer_info()[0], len(token_ids), num_heads,

@@ -4,11 +4,12 @@
     prepare    tokens of the step's budget that are left over: catch up with prompts, chunk by chunk
     propose    for every sequence of the step that may speculate some tokens, all sequences in one call
     advance    the step has passed: what was accepted, and the target's hidden states of it
-    close      the sequence ended, was cancelled, parked or preempted: what is kept of it goes; its answer, where later ones may be like it, stays
+    close      the sequence ended, was cancelled, parked or preempted: forget it, but for an answer that may help later
 
 A proposal is only a guess: the target draws its own token at every proposed position, and a proposal counts when it is
 that token. So a proposer may be wrong, short or silent, never harmful: no answer depends on it, and none is refused
-because of it. A sequence that is parked or preempted is closed and comes back as another Draftee with all of its tokens.
+because of it. A sequence that is parked or preempted is closed and comes back as another Draftee with all of its
+tokens.
 
 A proposer belongs to the loop's thread. Its memory is its own and is sized when it is made: none of it is in the
 target's KV pool. Nothing of it crosses a handoff. It is made by
@@ -114,4 +115,5 @@ class Proposer(ABC):
         prompt, so that a sequence whose prompt was read elsewhere is guessed at alike. Copy what must be kept."""
 
     def close(self, draftee: Draftee) -> None:
-        """Forget the sequence, but for what it may keep of its answer. Its token_ids may be longer or shorter than at the last call."""
+        """Forget the sequence, but for what it may keep of its answer. Its token_ids may be longer or shorter than at
+        the last call."""

@@ -1,5 +1,5 @@
-"""Lookup in a sequence and in its tenant's earlier answers: what followed the longest suffix of it that was there before
-(as SuffixDecoding, Oliaro et al., arXiv 2411.04975; by the index of prompt lookup in place of a tree).
+"""Lookup in a sequence and in its tenant's earlier answers: what followed the longest suffix of it that was there
+before (as SuffixDecoding, Oliaro et al., arXiv 2411.04975; by the index of prompt lookup in place of a tree).
 
 Agents, templates and repeated questions have answers that come again, from prompts that do not hold them. Of a tenant
 the last answers are kept, as tokens, in this process alone; what one tenant was answered is never proposed to another,
@@ -100,7 +100,8 @@ class SuffixProposer(Proposer):
 
     def open(self, draftee: Draftee) -> None:
         num_tokens, num_prompt = len(draftee.token_ids), draftee.request.num_prompt_tokens
-        # One that is back after it was parked or preempted is kept up to where it was, but for a part that is entered twice.
+        # One that is back after it was parked or preempted is kept up to where it was, but for a part that is entered
+        # twice.
         num_kept = max(num_prompt, num_tokens - 1 - REOPENED_TOKENS)
         draftee.state = LookupState(Index(max(0, num_tokens - WINDOW_TOKENS)), num_kept)
 

@@ -34,8 +34,8 @@ class AWQFormat(Format):
         return f"{module}.qweight"
 
     def check_all_read(self, prefix: str, extra: tuple[str, ...] = ()) -> None:
-        """Raise ModelError where an activation below `prefix` has scales of its own: with them passed over, the linear behind
-        it would read other numbers than it was quantized for."""
+        """Raise ModelError where an activation below `prefix` has scales of its own: with them passed over, the linear
+        behind it would read other numbers than it was quantized for."""
         for name in self.tensors.unread():
             if name.startswith(prefix) and name.endswith(OF_ACTIVATION):
                 raise self.wrong(name, "divides what an activation says (AutoAWQ), which is not supported")

@@ -55,16 +55,16 @@ class WeightSource(ABC):
 
     @abstractmethod
     def exact(self, name: str, *shape: int) -> Tensor:
-        """Return a tensor [*shape] in fp32, not rounded to the compute dtype before: of what is computed in fp32. Raises as
-        `tensor` does."""
+        """Return a tensor [*shape] in fp32, not rounded to the compute dtype before: of what is computed in fp32.
+        Raises as `tensor` does."""
 
     def has(self, name: str) -> bool:
         """Return whether there is a tensor of this name, as stored."""
         return False
 
     def kind(self, module: str) -> Hashable:
-        """Return how a module is stored, which is equal of those whose tensors have the same names, types and shapes and are read
-        by the same scheme; where a source does not tell, of none."""
+        """Return how a module is stored, which is equal of those whose tensors have the same names, types and shapes
+        and are read by the same scheme; where a source does not tell, of none."""
         return module
 
     def expert(
@@ -188,8 +188,8 @@ class Format(DenseFormat):
         """Formats store more than they need (zero points of symmetric weights, orders)."""
 
     def is_quantized(self, module: str) -> bool:
-        """Return whether the config lists the module as quantized. For the head, and for a module whose weight is a float
-        among quantized ones, the tensors decide: configs do not list all that they leave out."""
+        """Return whether the config lists the module as quantized. For the head, and for a module whose weight is a
+        float among quantized ones, the tensors decide: configs do not list all that they leave out."""
         if self.marker(module) in self.tensors:
             return True
         is_left_out = self._holds_quantized and self.tensors.is_float(f"{module}.weight")

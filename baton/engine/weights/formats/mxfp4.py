@@ -1,5 +1,5 @@
-"""MXFP4, as gpt-oss stores its experts (OCP Microscaling Formats 1.0): e2m1 values, two to a byte, the even input in the
-low half; each 32 of an output's inputs share a power of two.
+"""MXFP4, as gpt-oss stores its experts (OCP Microscaling Formats 1.0): e2m1 values, two to a byte, the even input in
+the low half; each 32 of an output's inputs share a power of two.
 
 An e2m1 value is half an integer of at most 12, so a weight is read without loss as int8 with a scale for 32 inputs.
 """

@@ -58,8 +58,8 @@ class PlacedSource(WeightSource):
         return Embedding(table.to(self.device))
 
     def tied_head(self, embedding: Callable[[Tensor], Tensor], vocab_size: int, hidden_size: int) -> Weight:
-        """Return the head [vocab_size, hidden_size] on the device, of the embedding that the source returned last; `embedding`:
-        that on the device, whose memory a head has that is the same table."""
+        """Return the head [vocab_size, hidden_size] on the device, of the embedding that the source returned last;
+        `embedding`: that on the device, whose memory a head has that is the same table."""
         head = self._source.tied_head(self._read, vocab_size, hidden_size)
         if isinstance(head, DenseWeight) and head.values is getattr(self._read, "weight", None):
             return DenseWeight(embedding.weight)

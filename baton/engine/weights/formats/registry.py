@@ -34,8 +34,9 @@ def open_source(
     path: Path, quantization: str, dtype: torch.dtype, num_heads: int, num_kv_heads: int,
     renamed: Sequence[tuple[str, str]] = (),
 ) -> WeightSource:  # fmt: skip
-    """The weights of a folder or a .gguf file. `quantization`: auto, what they are; none, unquantized or refused; or
-    a key of ROUNDINGS, for unquantized folders. `renamed`: as of Weights. Raises ModelError, and ValueError for what does not fit the model."""
+    """The weights of a folder or a .gguf file. `quantization`: auto, what they are; none, unquantized or refused; or a
+    key of ROUNDINGS, for unquantized folders. `renamed`: as of Weights. Raises ModelError, and ValueError for what does
+    not fit the model."""
     if quantization not in CHOICES:
         raise ValueError(f"quantization {quantization!r}: one of {', '.join(CHOICES)}")
     if is_gguf(path):

@@ -1,5 +1,5 @@
-"""Bodies as agents send them: Claude Code 2.1 to /v1/messages, Codex 0.171 to /v1/responses, OpenAI's agents 0.20 for Node and
-Qwen-Agent 0.0.34 to /v1/chat/completions."""
+"""Bodies as agents send them: Claude Code 2.1 to /v1/messages, Codex 0.171 to /v1/responses, OpenAI's agents 0.20 for
+Node and Qwen-Agent 0.0.34 to /v1/chat/completions."""
 
 import json
 

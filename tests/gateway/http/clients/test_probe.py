@@ -1,5 +1,5 @@
-"""`canitoolcall probe`, which asks a server of OpenAI's API for calls in nine ways, whole and streamed. The model's answers
-are written here, in the manner of Hermes: the rest is what is served."""
+"""`canitoolcall probe`, which asks a server of OpenAI's API for calls in nine ways, whole and streamed. The model's
+answers are written here, in the manner of Hermes: the rest is what is served."""
 
 import asyncio
 import json

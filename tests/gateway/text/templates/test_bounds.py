@@ -143,7 +143,8 @@ def test_numbers_and_widths_that_are_in_use():
     ],
 )
 def test_numbers_that_are_values_may_be_large(source):
-    """The time of a call, the `maximum` of a parameter: templates hand them to their macros, as FunctionGemma's does."""
+    """The time of a call, the `maximum` of a parameter: templates hand them to their macros, as FunctionGemma's
+    does."""
     assert ChatTemplate(source, {}).render([], ChatOptions(kwargs={"number": 1767225600})) == "1767225600"
 
 
