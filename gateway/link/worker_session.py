@@ -135,7 +135,7 @@ class WorkerSession:
             return "it did not say Hello"
         if reason := self._owner.refusal(first.hello):
             return reason
-        self._outbox, self._ended_for = outbox, ""
+        self._outbox, self._ended_for, self._was_heard = outbox, "", True
         self._owner.join(first.hello)
         try:
             async with asyncio.timeout(None) as self._silence:
