@@ -11,7 +11,8 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from baton.service.errors import BatonError, InvalidRequest
-from baton.service.net.http_server import ABORT, FLOW, LAST_PART_S
+from baton.service.net.http_connection import ABORT, FLOW
+from baton.service.net.http_server import LAST_PART_S
 from baton.service.observe.telemetry import parse_traceparent
 from baton.service.security.guard import METHODS, Guard
 from gateway.api.request_handler import CallContext

@@ -12,8 +12,8 @@ import struct
 import pytest
 from starlette.types import Message
 
-from baton.service.net import http_server as server_module
-from baton.service.net.http_server import ABORT
+from baton.service.net import http_connection
+from baton.service.net.http_connection import ABORT
 from baton.service.security.guard import Guard
 from baton.v1 import inference_pb2 as pb
 from gateway.http import call as call_module
@@ -156,7 +156,7 @@ async def test_a_slow_body_is_waited_for_so_long(served, monkeypatch):
 
 @pytest.mark.parametrize("begun", [b"", b"GE", b"\r\n", HEAD], ids=["nothing", "two letters", "an empty line", "half"])
 async def test_a_silent_connection_is_closed(served, monkeypatch, begun):
-    monkeypatch.setattr(server_module, "_HEAD_S", 0.2)
+    monkeypatch.setattr(http_connection, "_HEAD_S", 0.2)
     async with served() as (c, _):
         assert await said(c, begun) == b""
         await c.until(lambda: not c.gateway.http.server_state.connections)
@@ -320,7 +320,7 @@ async def test_a_head_that_offers_another_protocol_has_the_bounds_of_all(served)
     [(b"/v1/completions", b"/v1/nothing", 404), (b"POST", b"PUT", 405), (b"localhost", b"evil.example", 421)],
 )
 async def test_a_body_that_comes_behind_its_answer_is_no_head(served, monkeypatch, before, after, status):
-    monkeypatch.setattr(server_module, "_HEAD_S", patience(5))
+    monkeypatch.setattr(http_connection, "_HEAD_S", patience(5))
     ask = HEAD.replace(before, after) + b"content-length: %d\r\n\r\n" % (1 << 20)
     async with served() as (c, _):
         answer = await said(c, ask, bytes(1 << 20), with_length(ASK), pause_s=0.1)
@@ -395,6 +395,25 @@ async def test_a_drained_gateway_refuses(served):
         c.gateway.handler.is_draining = True
         found, headers, value = decoded(await said(c, with_length(ASK)))
         assert (found, value["error"]["code"], headers["retry-after"]) == (503, "draining", "1")
+
+
+async def test_a_gateway_that_drains_takes_no_connection_and_answers_those_it_has(served):
+    """Behind a balancer half of all new requests were refused for as long as a stream ran on."""
+    async with served() as (c, client):
+        c.decode[0].hold("decode")
+        running = asyncio.create_task(client.completions.create(model="fake", prompt=[20, 21], max_tokens=2))
+        await c.until(lambda: c.gateway.handler.num_running == 1)
+        c.gateway.handler.is_draining = True
+        with socket.create_connection(("127.0.0.1", c.gateway.http.port)) as waiting:  # that nobody has accepted yet
+            c.gateway.http.drain()
+            waiting.setblocking(False)
+            await asyncio.get_running_loop().sock_sendall(waiting, with_length(ASK))
+            answer = await asyncio.get_running_loop().sock_recv(waiting, 1 << 16)
+        assert decoded(answer)[0] == 503
+        with pytest.raises(ConnectionRefusedError):
+            await asyncio.open_connection("127.0.0.1", c.gateway.http.port)
+        c.decode[0].release("decode")
+        assert (await running).usage.completion_tokens == 2
 
 
 async def test_pages_of_other_origins_are_let_in_by_name_alone(served):

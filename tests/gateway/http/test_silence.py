@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import httpx2
 import pytest
 
-from baton.service.net.http_server import FLOW
+from baton.service.net.http_connection import FLOW
 from gateway.http import call as call_module
 from gateway.http.call import HttpCall
 from gateway.http.wire.encoding import event

@@ -1,0 +1,260 @@
+"""One connection of an HTTP port: uvicorn's protocol, with bounds on its heads, and on what waits in it."""
+
+import asyncio
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import httptools
+import uvicorn
+from starlette.responses import Response
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
+from uvicorn.server import ServerState
+
+from baton.service.net.server import MAX_METADATA_BYTES
+from baton.service.security.guard import MAX_METADATA_PAIRS
+from baton.system import num_unacknowledged
+
+# Extensions of a request's scope: what ends the connection at once, and its FlowControl, which says whether what was
+# written waits for room.
+ABORT, FLOW = "baton.abort", "baton.flow"
+IDLE_S = 75  # of a connection between two requests: longer than clients keep one, so that they close it first
+
+# From the connection, or the first byte after an answer, to the end of a request's head; a body that was not waited for
+# comes in that time too.
+_HEAD_S = 5.0
+_FLUSH_S = 5.0  # for a client to notice that a connection ends, or to read why
+_MAX_WAITING = 16  # requests of a connection, behind the one that runs; each may have 8 KiB of head, and 64 of body
+_MAX_WAITING_BYTES = 64 << 10  # uvicorn would read no more until it is its turn, and not hear the client hang up
+
+RefuseHead = Callable[[bool, str], Response]
+"""What is answered to a head that is no HTTP, or (True) too large; the path, as far as it was read."""
+
+
+class HttpPort(Protocol):
+    """What a connection needs of its server: uvicorn's configuration and state, and the bounds of HttpServer."""
+
+    config: uvicorn.Config
+    server_state: ServerState
+    refuse_head: RefuseHead
+    waiting: dict["HttpConnection", None]
+    unread_s: float | None
+    last_part_s: float
+    is_draining: bool
+
+
+class HttpConnection(HttpToolsProtocol):
+    """One connection: its heads are bounded in bytes, entries, time and number, and nobody waits for a client to read
+    its last answer for ever. Silent at first, or amid a head, it is closed."""
+
+    def __init__(self, server: HttpPort):
+        super().__init__(server.config, server.server_state, {})
+        self._server = server
+        self.url = b""
+        self._in_head, self._num_head_bytes, self._num_headers = False, 0, 0
+        self._in_body = False
+        self._has_begun_head = False  # with its first byte; `_in_head` is where one may come
+        self._has_ended_request = False  # in what was received last
+        self._running: RequestResponseCycle | None = None  # the request that runs, or ran last; `cycle` is the newest
+        self._unread_timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        super().connection_made(transport)
+        self._begin_head()
+        self._timer = self.loop.call_later(_HEAD_S, transport.abort)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no request of it runs."""
+        return self.cycle is None or self.cycle.response_complete
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a request of it comes or runs, or the end of its last answer is read. Over TLS a client that keeps
+        the connection does not see it end, and leaves it open; and what is unread lies below the transport that is
+        asked here."""
+        if self._has_begun_head or not self.is_idle:
+            return True
+        if not self.transport.is_closing():
+            return False
+        sock = self.transport.get_extra_info("socket")
+        return self.transport.get_write_buffer_size() > 0 or num_unacknowledged(sock) > 0
+
+    def drain(self) -> None:
+        """End it where it is kept for a next request, and otherwise behind the answer to one that comes or runs."""
+        if not self.is_idle or (self.timeout_keep_alive_task is not None and not self._has_begun_head):
+            self.shutdown()
+
+    def abort(self) -> None:
+        """End it at once."""
+        self._end_head()
+        self.transport.abort()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._timer.cancel()
+        self._end_unread()
+        self._end_head()
+        super().connection_lost(exc)
+        if self._running is not None and not self._running.response_complete:  # uvicorn tells the newest alone
+            self._running.disconnected = True
+            self._running.message_event.set()
+        # uvicorn leaves it to run where a connection was reset, and with it for IDLE_S all that the connection had.
+        self._unset_keepalive_if_required()
+
+    def data_received(self, data: bytes) -> None:
+        self._has_ended_request = False
+        self._unset_keepalive_if_required()
+        try:
+            self._feed(memoryview(data))
+        except httptools.HttpParserError:
+            self.send_400_response("")
+        # A body may come behind an answer that did not wait for it, and a head begin behind the end of a request.
+        if self._in_head and not (self._in_body or self._has_ended_request):
+            self._num_head_bytes += len(data)
+        if self.transport.is_closing():
+            self._abort_in(_FLUSH_S)
+        elif self._in_head and self._num_head_bytes > MAX_METADATA_BYTES:
+            self.send_400_response("")
+        elif self._in_head and self.timeout_keep_alive_task is None and self._timer.cancelled():
+            self._abort_in(_HEAD_S)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        if self._server.unread_s is not None:
+            self._unread_timer = self.loop.call_later(self._server.unread_s, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._end_unread()
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self.scope["extensions"] = {ABORT: self.transport.abort, FLOW: self.flow}  # pyright: ignore[reportGeneralTypeIssues]
+        self._begin_head()
+        self._has_begun_head = True
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        super().on_header(name, value)
+        self._num_headers += 1
+        if self._num_headers > MAX_METADATA_PAIRS or sum(map(_size, self.headers)) > MAX_METADATA_BYTES:
+            self._num_head_bytes = MAX_METADATA_BYTES + 1
+            raise httptools.HttpParserError("head too large")  # ends the connection with send_400_response
+
+    def on_headers_complete(self) -> None:
+        if self._offers_upgrade:
+            self._num_headers = 0
+            return
+        self._end_head()
+        self._num_head_bytes = self._num_headers = 0
+        self._timer.cancel()
+        if len(self.pipeline) >= _MAX_WAITING:
+            raise httptools.HttpParserError("too many requests")
+        super().on_headers_complete()
+        self._in_body, self._has_begun_head = True, False
+        if not self.pipeline:
+            self._running = self.cycle
+        self.flow.resume_reading()  # uvicorn stops where a request waits, and would not hear the client hang up
+        if self._server.is_draining:
+            self.cycle.keep_alive = False
+        if self.parser.get_http_version() == "1.0":
+            _end_by_close(self.cycle)
+
+    def on_body(self, body: bytes) -> None:
+        if self.pipeline and len(self.cycle.body) + len(body) > _MAX_WAITING_BYTES:
+            raise httptools.HttpParserError("body too large to wait")
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        if self._offers_upgrade:
+            return
+        super().on_message_complete()
+        self._in_body, self._has_ended_request = False, True
+
+    def on_response_complete(self) -> None:
+        if self.pipeline:
+            self._running = self.pipeline[-1][0]  # which it starts
+        super().on_response_complete()
+        if self.transport.is_closing():
+            self._abort_in(self._server.last_part_s)
+        elif self.cycle.response_complete:  # no further request waits
+            self._begin_head()
+
+    def shutdown(self) -> None:
+        """End it, behind the answer to a request that runs."""
+        if self.transport.is_closing():
+            return
+        super().shutdown()
+        if self.transport.is_closing():
+            self._abort_in(self._server.last_part_s)
+
+    def timeout_keep_alive_handler(self) -> None:
+        super().timeout_keep_alive_handler()
+        self._abort_in(_FLUSH_S)
+
+    def send_400_response(self, msg: str) -> None:
+        """Answer a head that is no HTTP, or too large; where it would stand in another request's answer, hang up."""
+        is_of_body = self._in_body and not self.pipeline and not self.cycle.response_started
+        if not (self.is_idle or is_of_body):
+            self.abort()
+            return
+        path = self.url.partition(b"?")[0].decode("latin-1")
+        refusal = self._server.refuse_head(self._num_head_bytes > MAX_METADATA_BYTES, path)
+        head = [b"%s: %s\r\n" % pair for pair in (*refusal.raw_headers, (b"connection", b"close"))]
+        self.transport.write(b"".join([STATUS_LINE[refusal.status_code], *head, b"\r\n", refusal.body]))
+        self.transport.close()
+
+    @property
+    def _offers_upgrade(self) -> bool:
+        """Whether the head that was just read offers to go on in another protocol."""
+        return self.parser.should_upgrade() and self.parser.get_method() != b"CONNECT"
+
+    def _feed(self, data: memoryview) -> None:
+        """Parse. Behind an offer of another protocol, as of h2c, the parser would read no body, nor anything where the
+        connection is to close: another one reads the head without it, as HTTP allows. Raises HttpParserError."""
+        while True:
+            try:
+                self.parser.feed_data(data)
+                return
+            except httptools.HttpParserUpgrade as upgrade:
+                if not self._offers_upgrade:
+                    return  # CONNECT, which was refused
+                data = data[upgrade.args[0] :]
+            head = self._head_without_upgrade()
+            self.parser = httptools.HttpRequestParser(self)
+            self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn's
+            self.parser.feed_data(head)
+
+    def _head_without_upgrade(self) -> bytes:
+        method, version = self.parser.get_method(), self.parser.get_http_version().encode()
+        headers = [b"%s: %s\r\n" % pair for pair in self.headers if pair[0] != b"upgrade"]
+        return b"".join([b"%s %s HTTP/%s\r\n" % (method, self.url, version), *headers, b"\r\n"])
+
+    def _begin_head(self) -> None:
+        self._in_head = True
+        self._server.waiting.setdefault(self)
+
+    def _end_head(self) -> None:
+        self._in_head = False
+        self._server.waiting.pop(self, None)
+
+    def _end_unread(self) -> None:
+        if self._unread_timer is not None:
+            self._unread_timer.cancel()
+
+    def _abort_in(self, seconds: float) -> None:
+        self._timer.cancel()
+        self._timer = self.loop.call_later(seconds, self.transport.abort)
+
+
+def _end_by_close(cycle: RequestResponseCycle) -> None:
+    """Let the end of the connection, which is not kept, be that of the answer: HTTP/1.0 knows no chunks."""
+    send = cycle.send
+
+    async def send_as_it_is(message: Any) -> None:
+        cycle.expected_content_length = len(message.get("body", b""))
+        await send(message)
+
+    cycle.chunked_encoding, cycle.send = False, send_as_it_is
+
+
+def _size(header: tuple[bytes, bytes]) -> int:
+    return len(header[0]) + len(header[1])
