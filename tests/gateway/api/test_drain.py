@@ -8,7 +8,7 @@ from openai import AsyncOpenAI
 from starlette.responses import Response
 
 from baton.client import AsyncClient, AsyncStream
-from baton.service.net import http_server
+from baton.service.net import http_connection
 from tests.gateway.http.conftest import decoded, openai_client
 from tests.support.faults.proxy import FaultProxy
 from tests.support.gateway.fake_worker import tokens_of
@@ -83,14 +83,16 @@ async def test_http_calls_go_elsewhere_while_streams_run_on(two):
 
 
 async def test_a_gateway_that_drains_keeps_no_connection(cluster):
-    """Nor that of an answer which runs, nor one that comes now."""
+    """Nor that of an answer which runs, nor one that has asked nothing yet; and it takes no other."""
     async with cluster(http="127.0.0.1:0") as c, openai_client(c) as client:
         c.decode[0].hold("decode")
         running = asyncio.create_task(client.completions.with_raw_response.create(**ASK))
         await c.until(lambda: c.decode[0].held)
+        reader, writer = await asyncio.open_connection("127.0.0.1", c.gateway.http.port)
         c.stop.set()
         await c.until(lambda: c.gateway.handler.is_draining)
-        reader, writer = await asyncio.open_connection("127.0.0.1", c.gateway.http.port)
+        with pytest.raises(ConnectionRefusedError):
+            await asyncio.open_connection("127.0.0.1", c.gateway.http.port)
         writer.write(MODELS)
         _, headers, _ = decoded(await asyncio.wait_for(reader.read(), patience(20)))
         assert headers["connection"] == "close"
@@ -115,20 +117,19 @@ async def test_a_request_that_comes_as_a_gateway_begins_to_drain_is_answered(clu
 
 async def test_a_gateway_that_drains_stays_until_its_last_answers_are_read(cluster, monkeypatch):
     """The last one had a second; and five seconds after it was written it was cut, however steadily it was read."""
-    monkeypatch.setattr(http_server, "_FLUSH_S", 0.1)
+    monkeypatch.setattr(http_connection, "_FLUSH_S", 0.1)
     body = b"a page" * (4 << 20)
     async with cluster(http="127.0.0.1:0") as c:
         c.gateway.http.config.loaded_app = Response(body)
         reader, writer = await asyncio.open_connection("127.0.0.1", c.gateway.http.port)
         writer.write(MODELS)
         await reader.readuntil(b"\r\n\r\n")
+        other, late = await asyncio.open_connection("127.0.0.1", c.gateway.http.port)
         c.stop.set()
         await c.until(lambda: c.gateway.http.is_draining)
-        other, late = await asyncio.open_connection("127.0.0.1", c.gateway.http.port)
         late.write(MODELS)  # its answer ends with its connection
         await other.readuntil(b"\r\n\r\n")
         await asyncio.sleep(1.5)  # beyond what is left when all has ended
-        assert c.gateway.http._listener.fileno() != -1
         assert await asyncio.gather(reader.read(), other.read()) == [body, body]
         for each in (writer, late):
             each.close()
