@@ -1,11 +1,13 @@
 """docs/observability.md names every metric, label, span, event, attribute, log field, phase and alert that the code
 has, and no other."""
 
+import os
 import re
 
 import pytest
 import yaml
 
+from baton.service.security.collector import collector_endpoint
 from gateway.observe.access_log import line
 from gateway.request.timing import PHASES
 from tests.support.gateway.records import ANSWERED, record
@@ -77,5 +79,11 @@ def rules_of(path) -> list[dict]:
 
 
 @pytest.mark.parametrize("name", ["OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_METRICS_EXPORTER"])
-def test_environment(name):
-    assert name in PAGE and name in (ROOT / "baton/service/observe/genai_metrics.py").read_text()
+def test_environment(name, monkeypatch):
+    """The page names the variable, and it is followed."""
+    for other in [other for other in os.environ if other.startswith("OTEL_")]:
+        monkeypatch.delenv(other)
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://c")
+    before = collector_endpoint("METRICS")
+    monkeypatch.setenv(name, "none")
+    assert name in PAGE and before == "http://c" != collector_endpoint("METRICS")

@@ -1,10 +1,9 @@
 """baton.v1.Fleet: workers and requests as this gateway sees them, for `baton doctor` and other tools of operators."""
 
-import os
-
 import grpc
 
 from baton.service.clock import now
+from baton.service.security.collector import collector_endpoint
 from baton.v1 import fleet_pb2 as pb
 from gateway.catalog.catalog import Catalog
 from gateway.catalog.model_version import ModelVersion
@@ -61,7 +60,7 @@ class FleetService:
             not_ready=registry.not_ready() or "",
             redis_url=self._redis_url,
             redis_down=self._index.down,
-            collector=os.environ.get("OTEL_EXPORTER_OTLP_ENDPOINT", ""),
+            collector=collector_endpoint("TRACES"),
             models=map(self._model, self._catalog.versions),
         )
         for role, links in (("prefill", registry.prefill), ("decode", registry.decode)):

@@ -9,6 +9,7 @@ import os
 from typing import Any
 
 from baton.service.observe.telemetry import EXPORT_TIMEOUT_S, FLUSH_S, exporter_options, within
+from baton.service.security.collector import collector_endpoint
 
 INTERVAL_MS = 5000
 DURATION_BUCKETS = tuple(0.01 * 2**n for n in range(14))
@@ -20,19 +21,15 @@ _sender: _MetricsSender | None = None
 
 
 def setup(service_name: str, endpoint: str | None = None) -> bool:
-    """Send this process's metrics to `endpoint` (default: OTEL_EXPORTER_OTLP_ENDPOINT); False, and off, without one,
-    where OTEL_METRICS_EXPORTER=none says that what listens there takes traces only, or where the certificates for it
-    cannot be read, which is logged."""
+    """Send this process's metrics to `endpoint` (default: by OpenTelemetry's variables); False, and off, without one,
+    or where what the variables say cannot be used, which is logged."""
     global _sender
-    endpoint = endpoint or os.environ.get("OTEL_EXPORTER_OTLP_ENDPOINT")
     shut_down()
-    if endpoint and os.environ.get("OTEL_METRICS_EXPORTER") != "none":
+    if endpoint := endpoint or collector_endpoint("METRICS"):
         try:
-            options = exporter_options(endpoint, "METRICS")
-        except ValueError as error:
+            _sender = _MetricsSender(service_name, exporter_options(endpoint, "METRICS"))
+        except Exception as error:  # of the SDK, about a variable
             log.error("no metrics are sent: %s", error)
-        else:
-            _sender = _MetricsSender(service_name, options)
     return _sender is not None
 
 

@@ -14,9 +14,9 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from baton.service.security.collector import collector_credentials
+from baton.service.security.collector import Signal, collector_credentials, collector_endpoint
 
 if TYPE_CHECKING:
     from baton.service.observe.span_sender import SpanSender
@@ -98,27 +98,28 @@ _sender: SpanSender | None = None
 
 
 def setup(service_name: str, endpoint: str | None = None) -> bool:
-    """Send this process's spans to `endpoint` (default: OTEL_EXPORTER_OTLP_ENDPOINT); False, and off, without one, or
-    where the certificates for it cannot be read, which is logged. What is queued at exit is flushed within 5 s, or
+    """Send this process's spans to `endpoint` (default: by OpenTelemetry's variables); False, and off, without one, or
+    where what the variables say cannot be used, which is logged. What is queued at exit is flushed within 5 s, or
     dropped when the collector is dead."""
     global _sender
-    endpoint = endpoint or os.environ.get("OTEL_EXPORTER_OTLP_ENDPOINT")
     shut_down()
-    if endpoint:
-        from baton.service.observe.span_exporter import SpanExporter
-        from baton.service.observe.span_sender import SpanSender
-
+    if endpoint := endpoint or collector_endpoint("TRACES"):
         try:
-            options = exporter_options(endpoint, "TRACES")
-        except ValueError as error:
+            from baton.service.observe.span_exporter import SpanExporter
+            from baton.service.observe.span_sender import SpanSender
+
+            exporter = SpanExporter(service_name, **exporter_options(endpoint, "TRACES"))
+        except Exception as error:  # of the SDK, about a variable
             log.error("no spans are sent: %s", error)
         else:
-            _sender = SpanSender(SpanExporter(service_name, **options), _export_interval_s())
+            _sender = SpanSender(exporter, _export_interval_s())
     return _sender is not None
 
 
-def exporter_options(endpoint: str, signal: Literal["TRACES", "METRICS"]) -> dict[str, Any]:
+def exporter_options(endpoint: str, signal: Signal) -> dict[str, Any]:
     """Return what an exporter of OpenTelemetry is made with. Raises ValueError as `collector_credentials` does."""
+    if (protocol := os.environ.get("OTEL_EXPORTER_OTLP_PROTOCOL", "grpc")) != "grpc":
+        log.warning("OTEL_EXPORTER_OTLP_PROTOCOL is %s: %s goes by gRPC", protocol, signal.lower())
     credentials = collector_credentials(endpoint, signal)
     return {
         "endpoint": endpoint,

@@ -7,12 +7,23 @@ from typing import Literal
 
 import grpc
 
+Signal = Literal["TRACES", "METRICS"]
+
+
+def collector_endpoint(signal: Signal) -> str:
+    """Return the URL of the collector of `signal`; empty where there is none, or the variables say to send nothing."""
+    is_off = os.environ.get("OTEL_SDK_DISABLED", "").lower() == "true"
+    if is_off or os.environ.get(f"OTEL_{signal}_EXPORTER") == "none":
+        return ""
+    prefix = "OTEL_EXPORTER_OTLP_"
+    return os.environ.get(f"{prefix}{signal}_ENDPOINT") or os.environ.get(f"{prefix}ENDPOINT") or ""
+
 
 def is_insecure(endpoint: str) -> bool:
     return not endpoint.startswith("https://")
 
 
-def collector_credentials(endpoint: str, signal: Literal["TRACES", "METRICS"]) -> grpc.ChannelCredentials | None:
+def collector_credentials(endpoint: str, signal: Signal) -> grpc.ChannelCredentials | None:
     """Return those of the exporter of `signal`, by the variables of this signal where these name a certificate, else by
     those of all; None where `endpoint` takes none. Raises ValueError where a variable names no file, or half a pair: of
     that gRPC ends the process, and OpenTelemetry's exporters leave out what they cannot read."""

@@ -12,6 +12,7 @@ import pytest
 
 from baton.service.observe import genai_metrics, telemetry
 from baton.service.observe.telemetry import TraceContext
+from baton.service.security.collector import collector_endpoint
 from tests.support.observe.otlp import Receiver
 from tests.support.pace import patience
 
@@ -529,8 +530,39 @@ def test_metrics_are_off_without_an_endpoint_or_when_told(monkeypatch):
     monkeypatch.delenv("OTEL_EXPORTER_OTLP_ENDPOINT", raising=False)
     assert not genai_metrics.setup("tested")
     genai_metrics.observe("chat", "tiny", 2.0)
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:1")
     monkeypatch.setenv("OTEL_METRICS_EXPORTER", "none")
-    assert not genai_metrics.setup("tested", "http://127.0.0.1:1")
+    assert not genai_metrics.setup("tested")
+
+
+@pytest.mark.parametrize(
+    "variables, traces, metrics",
+    [
+        ({}, "", ""),
+        ({"EXPORTER_OTLP_ENDPOINT": "http://c"}, "http://c", "http://c"),
+        ({"EXPORTER_OTLP_TRACES_ENDPOINT": "http://t"}, "http://t", ""),
+        ({"EXPORTER_OTLP_ENDPOINT": "http://c", "EXPORTER_OTLP_METRICS_ENDPOINT": "http://m"}, "http://c", "http://m"),
+        ({"EXPORTER_OTLP_ENDPOINT": "http://c", "TRACES_EXPORTER": "none"}, "", "http://c"),
+        ({"EXPORTER_OTLP_ENDPOINT": "http://c", "SDK_DISABLED": "True"}, "", ""),
+    ],
+)
+def test_the_collector_that_the_variables_name(monkeypatch, variables, traces, metrics):
+    for name in [name for name in os.environ if name.startswith("OTEL_")]:
+        monkeypatch.delenv(name)
+    for name, value in variables.items():
+        monkeypatch.setenv(f"OTEL_{name}", value)
+    assert (collector_endpoint("TRACES"), collector_endpoint("METRICS")) == (traces, metrics)
+
+
+@pytest.mark.parametrize(
+    "name, value",
+    [("OTEL_EXPORTER_OTLP_COMPRESSION", "zstd"), ("OTEL_SPAN_ATTRIBUTE_COUNT_LIMIT", "x"), ("", "http://[::1")],
+)
+def test_a_variable_that_cannot_be_used_is_a_line_and_ends_no_process(name, value):
+    variables = {name: value} if name else {}
+    done = run_program(SETTING_UP, "http://127.0.0.1:1" if name else value, **variables)
+    assert done.stdout.startswith("False")
+    assert "no spans are sent: " in done.stderr and "Traceback" not in done.stderr
 
 
 def test_a_collector_that_hangs_holds_no_metrics_up(caplog):
