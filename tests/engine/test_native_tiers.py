@@ -174,6 +174,18 @@ def test_what_is_torn_in_the_cache_is_built_again(damage, tmp_path, monkeypatch)
     assert build.built(["g++"], TIERS[0]) == path and len(builds) == 2 and path.read_bytes() == whole
 
 
+def test_what_a_killed_build_left_goes_with_the_next(tmp_path, monkeypatch):
+    monkeypatch.setenv("BATON_CACHE", str(tmp_path))
+    monkeypatch.setattr(compiler, "compiled", lambda command, flags, folder: Path(shutil.copy(__file__, folder)))
+    path = build.built(["g++"], TIERS[0])
+    path.unlink()
+    left = path.with_suffix(".build")
+    left.mkdir()
+    (left / "half.o").touch()
+    assert build.built(["g++"], TIERS[0]) == path
+    assert sorted(each.suffix for each in tmp_path.iterdir()) == [".lock", ".so"]
+
+
 def test_a_compiler_has_its_arguments(monkeypatch):
     """`CXX="ccache g++"` was no compiler."""
     monkeypatch.setenv("CXX", f"{sys.executable} -m 'my compiler'")

@@ -79,11 +79,15 @@ async def _serve(stack: Stack, model: str | None) -> int:
             log("baton: draining; once more to kill")
             if await _unless_signalled(stack.drain(), signals):
                 return 0
+            status = 1
+        else:
+            log("baton: stopped before it was ready")
+            status = 0
     except BaseException:  # processes that were started would keep the event loop from its end
         await stack.kill()
         raise
     await stack.kill()
-    return 1
+    return status
 
 
 async def _announce(stack: Stack, model: str | None) -> bool:

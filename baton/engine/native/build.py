@@ -5,9 +5,9 @@ import ctypes
 import fcntl
 import hashlib
 import os
+import shutil
 import subprocess
 import sys
-import tempfile
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -93,10 +93,15 @@ def built(command: Sequence[str], tier: Tier) -> Path:
             fcntl.flock(lock, fcntl.LOCK_EX)
         if not _is_whole(path):
             print(f"starting: building the native kernels for {tier.name} (once)", file=sys.stderr, flush=True)
-            with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-                library = compiler.compiled(command, tier.flags, Path(folder))
+            folder = path.with_suffix(".build")
+            shutil.rmtree(folder, ignore_errors=True)  # of a build that was killed
+            folder.mkdir()
+            try:
+                library = compiler.compiled(command, tier.flags, folder)
                 _finish(library)
                 library.replace(path)
+            finally:
+                shutil.rmtree(folder)
     return path
 
 

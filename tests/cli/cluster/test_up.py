@@ -172,6 +172,16 @@ def test_second_signal_kills(folder):
     assert (folder / "drained").read_text().split() == ["gateway"]
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_stop_before_it_is_ready_is_no_failure(folder, number):
+    (folder / "decode_worker.loads").touch()
+    process = start(folder)
+    until((folder / "decode_worker.argv").exists)
+    process.send_signal(number)
+    status, out, err = finish(process)
+    assert (status, out) == (0, "") and err.splitlines()[-1] == "baton: stopped before it was ready"
+
+
 def test_failed_start_is_one_line_and_stops_the_rest(folder):
     (folder / "decode_worker.fails").touch()
     (folder / "prefill_worker.fails").touch()

@@ -19,6 +19,8 @@ open(f"{name}.argv", "a").write("\\n".join(argv) + "\\n--\\n")
 if os.path.exists(f"{name}.fails"):
     print(f"{name}: /m/model.safetensors is truncated", file=sys.stderr)
     sys.exit(1)
+while os.path.exists(f"{name}.loads"):
+    time.sleep(0.05)
 listen = argv[argv.index("--listen") + 1]
 host, port = listen.split(":")
 server = socket.socket()
@@ -38,8 +40,8 @@ while True:
 
 def make_stand_ins(folder: Path) -> Path:
     """Write the packages, and a model `m`, into a folder that processes are to run in; return it. `NAME.fails`,
-    `NAME.hangs` and `NAME.floods` there make one fail at its start, hang in its drain, or log 8 MB; `NAME.argv`,
-    `NAME.flooded` and `drained` tell what has happened."""
+    `NAME.loads`, `NAME.hangs` and `NAME.floods` there make one fail or hang at its start, hang in its drain, or log
+    8 MB; `NAME.argv`, `NAME.flooded` and `drained` tell what has happened."""
     for name in ("gateway", "prefill_worker", "decode_worker"):
         package = folder / name
         package.mkdir()
