@@ -195,6 +195,16 @@ def keeps_its_size(fd: int) -> bool:
         return False
 
 
+def open_own(path: Path) -> int:
+    """Open a file to read and write, in a folder where other users may write too; make it where there is none. Raises
+    OSError, also where it is another user's, who could cut it short while it is mapped (SIGBUS)."""
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    if os.fstat(fd).st_uid != os.getuid():
+        os.close(fd)
+        raise PermissionError(f"{path} is another user's")
+    return fd
+
+
 def lock_byte(fd: int, at: int) -> bool:
     """Lock a byte of a file until this descriptor of it is closed; return whether nobody else has. Elsewhere than on
     Linux the lock is the process's, and ends with any descriptor of the file."""

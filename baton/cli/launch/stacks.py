@@ -44,9 +44,4 @@ def noted_stacks(folder: Path | None = None) -> list[str]:
 
 def _open(folder: Path | None) -> int:
     """Raises OSError."""
-    path = (folder or default_parent()) / f"baton-stacks-{os.getuid()}"
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-    if os.fstat(fd).st_uid != os.getuid():
-        os.close(fd)
-        raise PermissionError(f"{path} is another user's")
-    return fd
+    return system.open_own((folder or default_parent()) / f"baton-stacks-{os.getuid()}")

@@ -41,7 +41,7 @@ class SharedCores:
         if quota is not None and quota.cores < len(cores):
             self.num_cores = quota.cores
             self._group = (quota.group % ((1 << _GROUP_BITS) - 1) + 1) << _GROUP_BITS
-        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        self._fd = system.open_own(path)
         try:
             system.reserve(self._fd, 4 * NUM_PLACES)
             self._own = next((place for place in range(NUM_PLACES) if system.lock_byte(self._fd, place)), NUM_PLACES)

@@ -1,5 +1,6 @@
 """Workers of one host divide its cores and lend idle ones; who dies leaves his part to the others."""
 
+import os
 import random
 import re
 import subprocess
@@ -158,3 +159,12 @@ def test_a_link_in_its_place_is_not_followed(tmp_path):
     with pytest.raises(OSError):
         SharedCores(tmp_path)
     assert (tmp_path / "other").read_bytes() == b"keep me"
+
+
+def test_a_file_that_another_user_has_put_there_is_not_shared(tmp_path, sixteen, monkeypatch):
+    """Seen: its owner cut it, again and again, and each time all workers were killed by SIGBUS."""
+    other = os.getuid() + 1
+    (tmp_path / f"baton-cores-{other}-ffff").touch()
+    monkeypatch.setattr(os, "getuid", lambda: other)
+    with pytest.raises(OSError, match=f"baton-cores-{other}-ffff is another user's"):
+        SharedCores(tmp_path)
