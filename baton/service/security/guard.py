@@ -24,6 +24,7 @@ from baton.service.logs import fields
 from baton.service.security.call_slots import CallSlot, CallSlots
 from baton.service.security.credentials import Credentials
 from baton.service.security.refusals import Refusals
+from baton.service.security.resets import Resets
 from baton.service.security.tls import DECODE, GATEWAY, OPERATOR, PREFILL, RANK, roles_of
 
 MAX_METADATA_PAIRS = 64
@@ -81,7 +82,7 @@ class Guard(grpc.aio.ServerInterceptor):
     def __init__(self, credentials: Credentials | None = None, slots: CallSlots | None = None, is_open: bool = False):
         self.num_denied: Counter[tuple[str, str]] = Counter()
         self.slots = slots or CallSlots()
-        self._refusals = Refusals()
+        self._refusals, self._resets = Refusals(), Resets()
         self._credentials, self._is_open = credentials, is_open
         # One for all calls of a method and tenant: making it for each took 1 KiB of an open stream.
         self._guarded = functools.lru_cache(_MAX_GUARDED)(self._guard)
@@ -201,14 +202,16 @@ class Guard(grpc.aio.ServerInterceptor):
         async def end(requests, context) -> None:
             with _ABORTED:
                 if self._is_open or tenant or self._roles(context):
-                    await context.abort(grpc.StatusCode.UNIMPLEMENTED, "Method not found!")
+                    async with self._resets:
+                        await context.abort(grpc.StatusCode.UNIMPLEMENTED, "Method not found!")
                 await self._deny(context, method, PermissionDenied("no caller may use this method"))
 
         return grpc.stream_stream_rpc_method_handler(end)
 
     async def _deny(self, context, method: str, error: BatonError) -> NoReturn:
         self.note_denied(method, error, context.peer())
-        await abort(context, error)
+        async with self._resets:
+            await abort(context, error)
 
     def note_denied(self, method: str, error: BatonError, peer: str) -> None:
         """Count and log a call that is refused before it is served."""
