@@ -31,19 +31,21 @@ def pages(
     """Return the pages by path, for the admin server. `trace_url`: of a trace, with {trace_id} in it. `api_url`: where
     the page may send a completion, by the host that it was asked at; None: nowhere."""
 
-    async def state(request: Request) -> Response:
+    def state(form: None) -> Response:
         requests = fleet.requests(pb.ListRequestsRequest(max_recent=_NUM_RECENT))
         return json_response({"workers": _plain(fleet.workers()), "requests": _plain(requests)})
 
     template = _PAGE.read_text(encoding="utf-8").replace(_PHASES_HERE, json.dumps(COLORS))
     template = template.replace(_TRACE_URL_HERE, json.dumps(trace_url))
 
-    async def page(request: Request) -> Response:
-        api = api_url(without_port(request.headers.get("host", "")))
+    def page(api: str | None) -> Response:
         shown = template.replace(_API_URL_HERE, json.dumps(api))
         return HTMLResponse(shown, headers={"Content-Security-Policy": _policy(shown, api)})
 
-    return {"/": page, "/fleet.json": state}
+    def api_of(request: Request) -> str | None:
+        return api_url(without_port(request.headers.get("host", "")))
+
+    return {"/": Page(page, form=api_of), "/fleet.json": Page(state)}
 
 
 def _policy(page: str, api: str | None) -> str:

@@ -3,7 +3,8 @@ adds."""
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Hashable, Mapping
+from typing import Any, NamedTuple
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -21,29 +22,34 @@ _MAX_CONNECTIONS = 512  # few beside the descriptors that a process starts with
 _UNREAD_S = 5.0  # for a client to read a page: those that do not could hold all connections for ever
 _HEADERS = (("Cache-Control", "no-store"), ("X-Content-Type-Options", "nosniff"))
 
-Page = Callable[[Request], Awaitable[Response]]
+
+class Page(NamedTuple):
+    """`make` makes it from its form, which `form` finds in a request: all that the page depends on."""
+
+    make: Callable[[Any], Response]
+    form: Callable[[Request], Hashable] = lambda request: None
 
 
 class _SharedPage:
-    """A page that is made once for all who asked before it was, one page in each turn of the event loop: 10,000 that
-    asked at once had kept everything else waiting for a minute."""
+    """A page that is made once for all who asked for this form of it before it was, one page in each turn of the event
+    loop: 10,000 that asked at once had kept everything else waiting for a minute."""
 
     def __init__(self, page: Page, turn: asyncio.Lock):
         self._page, self._turn = page, turn
-        self._to_be_made: dict[tuple[str, str], asyncio.Future[Response]] = {}
+        self._to_be_made: dict[Hashable, asyncio.Future[Response]] = {}
 
     async def answer(self, request: Request) -> Response:
         """Answer with what is made from now on."""
-        asked = request.headers.get("accept", ""), request.headers.get("host", "")
-        if asked not in self._to_be_made:
-            self._to_be_made[asked] = asyncio.ensure_future(self._make(request, asked))
-        return await asyncio.shield(self._to_be_made[asked])  # one that leaves leaves the others theirs
+        form = self._page.form(request)
+        if form not in self._to_be_made:
+            self._to_be_made[form] = asyncio.ensure_future(self._make(form))
+        return await asyncio.shield(self._to_be_made[form])  # one that leaves leaves the others theirs
 
-    async def _make(self, request: Request, asked: tuple[str, str]) -> Response:
+    async def _make(self, form: Hashable) -> Response:
         async with self._turn:
             await asyncio.sleep(0)
-            del self._to_be_made[asked]
-            return await self._page(request)
+            del self._to_be_made[form]
+            return self._page.make(form)
 
 
 class Admin:
@@ -69,7 +75,7 @@ class Admin:
 
         turn = asyncio.Lock()
         shared = {path: _SharedPage(page, turn).answer for path, page in pages.items()}
-        served: dict[str, Page] = {"/healthz": healthz, "/readyz": readyz, **shared}
+        served = {"/healthz": healthz, "/readyz": readyz, **shared}
         self._hosts = HostNames(hosts)
         self._app = Starlette(
             routes=[Route(path, page) for path, page in served.items()],

@@ -26,11 +26,7 @@ class HostNames:
     def __contains__(self, host: str) -> bool:
         """An address always is one: what a stranger can make lead here is a name."""
         name = without_port(host)
-        try:
-            ipaddress.ip_address(name.strip("[]"))
-        except ValueError:
-            return name in self._names
-        return True
+        return name in self._names or _is_address(name.strip("[]"))
 
 
 class HostCheck:
@@ -52,3 +48,12 @@ def without_port(host: str) -> str:
     """Return the name in lower case: of "Gateway.example:9464", of "[::1]:9464"."""
     name, colon, port = host.lower().rpartition(":")
     return name if colon and port.isdecimal() else host.lower()
+
+
+def _is_address(text: str) -> bool:
+    """Return whether it is one; not with a zone, which may be any text and would go on into headers and pages."""
+    try:
+        ipaddress.ip_address(text)
+    except ValueError:
+        return False
+    return "%" not in text

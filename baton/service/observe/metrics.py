@@ -14,8 +14,9 @@ from prometheus_client.core import CounterMetricFamily, Exemplar, GaugeMetricFam
 from prometheus_client.exposition import generate_latest as classic_text
 from prometheus_client.openmetrics import exposition as openmetrics
 from prometheus_client.utils import floatToGoString
-from starlette.requests import Request
 from starlette.responses import Response
+
+from baton.service.net.admin import Page
 
 # Those of the GenAI semantic conventions (v1.41), so that both kinds of charts agree.
 TTFT_BUCKETS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.3, 0.5, 0.75, 1, 2, 2.5, 5, 7.5, 10)
@@ -54,13 +55,14 @@ class Metrics:
             made = self._made[name] = kind(name, text, ("model_name", *labels), registry=self._registry, **options)
         return made
 
-    async def page(self, request: Request) -> Response:
-        """Answer a scrape."""
-        return self.exposition(request.headers.get("accept", ""))
+    @property
+    def page(self) -> Page:
+        """Return what answers a scrape: with exemplars for those that can read them."""
+        return Page(self.exposition, form=lambda request: "openmetrics" in request.headers.get("accept", ""))
 
-    def exposition(self, accept: str = "") -> Response:
-        """Return the text, with exemplars for those that can read them."""
-        if "openmetrics" in accept:
+    def exposition(self, is_openmetrics: bool = False) -> Response:
+        """Return the text; in the form of OpenMetrics it has exemplars."""
+        if is_openmetrics:
             return Response(openmetrics.generate_latest(self._registry), media_type=openmetrics.CONTENT_TYPE_LATEST)
         return Response(classic_text(self._registry), media_type=prometheus_client.CONTENT_TYPE_LATEST)
 

@@ -24,8 +24,8 @@ def asked_at(host: str) -> Request:
 
 
 @pytest.mark.parametrize("trace_url", [None, URL])
-async def test_the_policy_is_of_this_page(trace_url):
-    reply = await pages(SimpleNamespace(), trace_url)["/"](asked_at("localhost"))
+def test_the_policy_is_of_this_page(trace_url):
+    reply = pages(SimpleNamespace(), trace_url)["/"].make(None)
     policy = reply.headers["content-security-policy"]
     page = reply.body.decode()
     for kind in ("script", "style"):
@@ -59,7 +59,7 @@ async def test_the_page_sends_nothing_beyond_loopback_unless_pages_may(cluster):
             url = c.gateway._api_url("localhost")
             assert url == (f"http://localhost:{c.gateway.http.port}" if is_on else None)
     page = pages(SimpleNamespace(), None, lambda host: f"http://{host}:8000")["/"]
-    reply = await page(asked_at("localhost:9464"))
+    reply = page.make(page.form(asked_at("localhost:9464")))
     assert b'const API_URL = "http://localhost:8000";' in reply.body
     assert "connect-src 'self' http://localhost:8000;" in reply.headers["content-security-policy"]
 

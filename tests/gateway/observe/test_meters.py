@@ -217,7 +217,7 @@ def test_predictions_are_held_against_what_was(meters):
 def test_exemplars_lead_to_the_trace(meters):
     meters.ended(record(**ANSWERED), None)
     meters.gaps(record())(0.02)
-    reply = meters.exposition("application/openmetrics-text; version=1.0.0")
+    reply = meters.exposition(is_openmetrics=True)
     assert "openmetrics" in reply.headers["content-type"]
     exemplars = {
         sample.name: sample.exemplar.labels
@@ -233,7 +233,7 @@ def test_what_is_not_sampled_has_no_exemplar(meters):
     unsampled = record(**ANSWERED)
     unsampled.context = TraceContext(7, 8, sampled=False)
     meters.ended(unsampled, None)
-    reply = meters.exposition("application/openmetrics-text")
+    reply = meters.exposition(is_openmetrics=True)
     assert b"trace_id" not in reply.body
 
 

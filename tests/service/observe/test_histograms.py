@@ -26,8 +26,8 @@ def test_it_counts_as_theirs_does():
     for value in VALUES:
         ours.observe(value)
         theirs.observe(value)
-    for accept, parse in (("", classic), ("application/openmetrics-text; version=1.0.0", openmetrics)):
-        text = metrics.exposition(accept).body.decode()
+    for is_openmetrics, parse in ((False, classic), (True, openmetrics)):
+        text = metrics.exposition(is_openmetrics).body.decode()
         seen = samples(text, parse, "ours")
         assert seen == samples(text, parse, "theirs")
         assert sum(key[0] == "_bucket" for key in seen) == len(TPOT_BUCKETS) + 1
@@ -38,7 +38,7 @@ def test_the_last_trace_of_a_bucket_is_its_exemplar():
     histogram = metrics.histogram("ours", "text", (0.1, 1.0))()
     for value, trace_id in ((0.05, 1), (0.07, 2), (0.5, 3), (0.6, 0)):
         histogram.observe(value, trace_id)
-    page = metrics.exposition("application/openmetrics-text; version=1.0.0").body.decode()
+    page = metrics.exposition(is_openmetrics=True).body.decode()
     told = {
         sample.labels["le"]: (sample.exemplar.labels["trace_id"], sample.exemplar.value)
         for family in openmetrics(page)
