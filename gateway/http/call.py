@@ -2,6 +2,7 @@
 the body's bytes and time, an answer, and a client that may hang up at any moment."""
 
 import asyncio
+import logging
 import math
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from contextlib import suppress
@@ -10,7 +11,8 @@ from typing import Any
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from baton.service.errors import BatonError, InvalidRequest
+from baton.service.errors import BatonError, Internal, InvalidRequest
+from baton.service.logs import fields
 from baton.service.net.http_connection import ABORT, FLOW
 from baton.service.net.http_server import LAST_PART_S
 from baton.service.observe.telemetry import parse_traceparent
@@ -32,6 +34,9 @@ _STREAM_HEADERS = (
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),  # a proxy that gathers tokens would undo the stream
 )
+
+
+log = logging.getLogger(__name__)
 
 
 class ClientGone(asyncio.CancelledError):
@@ -63,7 +68,7 @@ class HttpCall:
 
     async def run(self, guard: Guard, method: str, serve: Callable[["HttpCall"], Coroutine[Any, Any, None]]) -> None:
         """Let `serve` answer where the guard allows calls of `method`, the gRPC one that this stands for. A BatonError
-        becomes the answer."""
+        becomes the answer, and so does what was not expected."""
         peer, is_served = _peer(self._scope), False
         try:
             tenant = guard.identify(self._shown, METHODS[method])
@@ -82,6 +87,10 @@ class HttpCall:
                 await self._fail(error)
         except ClientGone:
             pass
+        except Exception as error:
+            log.error("request failed %s", fields(method=method, error=type(error).__name__), exc_info=error)
+            with suppress(ClientGone):
+                await self._fail(Internal(f"the gateway failed: {type(error).__name__}"))
 
     @property
     def _shown(self) -> list[str]:
@@ -189,7 +198,7 @@ class HttpCall:
         if self._scope["method"] == "POST" and kind != "application/json":
             # Also what keeps pages of other hosts out: a browser sends them JSON only where that host allows it.
             raise BadCall("content-type", "must be application/json", "NOT_JSON")
-        body, length = bytearray(), self.headers.get("content-length", "")
+        body, length = bytearray(), self.headers.get("content-length", "").lstrip("0")  # the parser bounds the rest
         while True:
             if len(body) > MAX_REQUEST_BYTES or (length.isdecimal() and int(length) > MAX_REQUEST_BYTES):
                 raise BadCall("body", f"has over {MAX_REQUEST_BYTES} bytes", "BODY_TOO_LARGE")

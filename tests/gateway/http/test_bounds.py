@@ -75,6 +75,27 @@ async def test_refused_with_its_status_and_field(served, request_bytes, status, 
         assert headers["content-type"] == "application/json" and "\n" not in value["error"]["message"]
 
 
+async def test_a_length_may_have_any_number_of_zeros_before_it(served):
+    """Over 4,300 were a bare 500: Python reads no number of more digits."""
+    ask = with_length(ASK).replace(b"content-length: ", b"content-length: " + 4400 * b"0")
+    async with served() as (c, _):
+        assert decoded(await said(c, ask))[0] == 200
+
+
+@pytest.mark.parametrize("path", [b"/v1/completions", b"/v1/messages"])
+async def test_a_bug_is_logged_and_told_in_the_form_of_its_path(served, caplog, monkeypatch, path):
+    def fails(body: bytes) -> None:
+        raise KeyError("a bug")
+
+    monkeypatch.setattr(call_module, "parse", fails)
+    async with served() as (c, _):
+        status, headers, value = decoded(await said(c, with_length(ASK).replace(b"/v1/completions", path)))
+        assert (status, headers["content-type"]) == (500, "application/json")
+        assert "KeyError" in value["error"]["message"] and ("type" in value) == (path == b"/v1/messages")
+    (told,) = [record for record in caplog.records if record.getMessage().startswith("request failed")]
+    assert told.exc_info and told.exc_info[0] is KeyError
+
+
 async def test_a_wrong_method_is_told_the_right_one(served):
     async with served() as (c, _):
         *_, value = decoded(await said(c, with_length(ASK).replace(b"POST", b"PUT")))
