@@ -20,7 +20,7 @@ from tests.support.abuse.words import frame
 from tests.support.pace import patience
 
 OPENING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + frame(4, 0, 0, b"")
-HEAD = {
+HEAD: dict[bytes | str, bytes | str] = {
     ":method": "POST", ":scheme": "http", ":path": "/x/y", ":authority": "localhost", "te": "trailers",
     "content-type": "application/grpc",
 }  # fmt: skip
