@@ -1,1 +1,1 @@
-"""Carry one request through its workers: its state machine, the table of states, the actions, and retries."""
+"""Carry one request through its workers: the state machine, its table, the actions of the table, and retries."""

@@ -1,4 +1,4 @@
-"""Count the workers that have died of one request: after two its prompt is given to no other."""
+"""Count the workers that died while they served one request: after two, no other worker gets its prompt."""
 
 from typing import NamedTuple
 
@@ -6,15 +6,17 @@ from baton.protocol import ENGINE_FAILED, STEP_FAILED
 from baton.service.clock import now
 from gateway.link.worker_link import LinkState, WorkerLink
 
-MAX_DEATHS = 2  # of workers that completed no step of this request
-# A session that broke is up again after 0.1 s, where its worker lives and the machine is idle; of a stall that has
-# passed the next report tells, within 0.25 s.
+MAX_DEATHS = 2  # workers that died before they completed a step of this request
+# If the worker lives and the machine is idle, a broken session is up again after 0.1 s. The worker's next report,
+# within 0.25 s, says whether a stall has passed.
 _RETURN_S = 1.0
-STALLED = "STALLED"  # this gateway's reason for the end of a request whose worker does not step
-_DEADLY = {ENGINE_FAILED: 1.0, STEP_FAILED: 0.5}  # a step may have failed for another request in it
+STALLED = "STALLED"  # the reason that this gateway gives when it leaves a worker whose engine does not step
+_DEADLY = {ENGINE_FAILED: 1.0, STEP_FAILED: 0.5}  # a step may have failed because of another request in its batch
 
 
 class _Suspect(NamedTuple):
+    """A worker that may have died of the request. `since`: when that was suspected, time.monotonic()."""
+
     link: WorkerLink
     since: float
 
@@ -24,12 +26,13 @@ class _Suspect(NamedTuple):
 
     @property
     def may_return(self) -> bool:
-        """Return whether it may be back in a moment: that was not tried in vain, and no second has passed."""
+        """Return whether the worker may be back in a moment: less than _RETURN_S has passed, and no attempt to
+        reconnect has failed."""
         return (self.link.is_reconnecting or self.is_stalled) and now() - self.since < _RETURN_S
 
 
 class Deaths:
-    """Of the workers that one request was given to."""
+    """Workers that died, or may have died, of one request."""
 
     __slots__ = ("_reported", "_suspects")
 
@@ -38,26 +41,28 @@ class Deaths:
         self._suspects: dict[bytes, _Suspect] = {}
 
     def note_reported(self, reason: str) -> None:
-        """Count what a worker says of its end."""
+        """Count the failure that a worker reported as the reason why it ended the request."""
         self._reported += _DEADLY.get(reason, 0.0)
 
     def suspect(self, link: WorkerLink, worker_id: bytes) -> None:
-        """Count a worker that is not heard any more, or does not step, for as long as it is not back as the same
-        process and steps: a session may break, or a host be short of cores, and its worker live."""
+        """Count a worker that was lost or stalled, until the same process is back and its engine steps.
+
+        A broken session or a host that is short of cores does not mean that the worker has died."""
         self._suspects[worker_id] = _Suspect(link, now())
 
     @property
     def are_too_many(self) -> bool:
-        """Return whether the prompt is to blame, as far as is known."""
+        """Return whether enough workers died, as far as is known, to blame the prompt."""
         return self._reported + len(self._gone) >= MAX_DEATHS
 
     @property
     def are_certain(self) -> bool:
-        """Return whether none of those that are gone may be back in a moment."""
+        """Return whether no suspected worker may be back in a moment."""
         return not any(each.may_return for each in self._gone)
 
     @property
     def _gone(self) -> list[_Suspect]:
+        """The suspected workers that are not back as the same process with an engine that steps."""
         return [
             each for worker_id, each in self._suspects.items() if each.link.worker_id != worker_id or each.is_stalled
         ]

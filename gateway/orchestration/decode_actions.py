@@ -1,4 +1,4 @@
-"""Actions while tokens come, and those that end a request."""
+"""Actions that run while tokens arrive, and actions that end a request."""
 
 from baton.service.errors import Cancelled, DeadlineExceeded, Overloaded, Unavailable
 from baton.v1 import worker_pb2 as pb
@@ -13,14 +13,14 @@ def ignore(request: RequestContext, occurred: Occurrence[object]) -> None:
 
 
 def take_tokens(request: RequestContext, occurred: Occurrence[Tokens]) -> None:
-    """Add tokens to the answer. Raises Diverged, InvalidRequest."""
+    """Add tokens to the answer. Raises Diverged and InvalidRequest."""
     tokens = occurred.message
     request.attempt.has_stepped = True
     request.answer.push(tokens.choice, tokens.first_index, tokens.token_ids, tokens.logprobs, tokens.finish_reason)
 
 
 def expect_report(request: RequestContext, occurred: Occurrence[None]) -> RequestState | None:
-    """Wait for what the decode worker has measured, if it has decoded anything."""
+    """Wait for the decode worker's report of what it measured, or end the request if it decoded nothing."""
     decode = request.attempt.decode
     if not request.attempt.is_decoding:
         decode.close(is_answered=True)
@@ -31,28 +31,28 @@ def expect_report(request: RequestContext, occurred: Occurrence[None]) -> Reques
 
 
 def end_answered(request: RequestContext, occurred: Occurrence[pb.Ended | Lost | None]) -> None:
-    """End with an answer; a report, if there is one, goes into the record."""
+    """End the request with its answer; record the decode worker's report if it came."""
     if isinstance(occurred.message, pb.Ended):
         request.record.measured.decode = occurred.message.decode
         request.attempt.decode.note_success()
 
 
 def end_unread(request: RequestContext, occurred: Occurrence[Overflow | None]) -> None:
-    """Raises Overloaded."""
+    """End the request with Overloaded: the client does not read its tokens."""
     raise Overloaded("too many tokens of this answer are unread", 0.0, reason="SLOW_READER")
 
 
 def end_deadline(request: RequestContext, occurred: Occurrence[None]) -> None:
-    """Raises DeadlineExceeded."""
+    """End the request with DeadlineExceeded."""
     raise DeadlineExceeded(f"the deadline passed while {occurred.before.value}")
 
 
 def end_draining(request: RequestContext, occurred: Occurrence[None]) -> None:
-    """Raises Unavailable, which tells the client how to continue elsewhere."""
+    """End the request with Unavailable, which tells the client how to continue on another gateway."""
     message = "this gateway is shutting down: send the same request with the returned seed and resume_from"
     raise Unavailable(message, 0.0, reason="DRAINING")
 
 
 def end_cancelled(request: RequestContext, occurred: Occurrence[None]) -> None:
-    """Raises Cancelled."""
+    """End the request with Cancelled."""
     raise Cancelled("the client went away")

@@ -1,4 +1,4 @@
-"""Judge the failed attempts of one request: whose fault, which error for the client, whether to try again."""
+"""Judge the failed attempts of one request: which worker is to blame, which error the client gets, whether to retry."""
 
 import grpc
 
@@ -17,44 +17,47 @@ from gateway.orchestration.states import Occurrence, RequestEvent
 from gateway.request.request_record import Failure, RequestRecord
 from gateway.request.request_state import RequestState
 
-# Workers answer Admit and Prefill from their ledger, at once. They get a quarter of the time that is left: two that do
-# not answer leave a client of 3 s more than a second. One that is silent for longer than the most loses its session.
+# Workers answer Admit and Prefill from their ledger, without delay. They get a quarter of the time that is left: after
+# two workers that do not answer, a client with a deadline of 3 s still has more than a second. A worker that is silent
+# for longer than _MOST_ANSWER_S loses its session.
 _ANSWER_SHARE, _LEAST_ANSWER_S, _MOST_ANSWER_S = 0.25, 0.25, 2.5
-LATE_S = 0.1  # this process did not run when a wait was over: the answer may be there unread
-MAX_BARREN = 4  # attempts in a row in which nothing was decoded
-_WORKER_WAIT_S = 2.5  # for another worker after a lost one; sessions are retried at least every 2 s
+# A wait that ends this much too late shows that this process did not run: the answer may have come, and be unread.
+LATE_S = 0.1
+MAX_BARREN = 4  # attempts in a row that decoded nothing
+_WORKER_WAIT_S = 2.5  # the wait for another worker after a lost one; sessions are retried at least every 2 s
 _FAULTY_CODES = (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN)
 FINAL_CODES = (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.DEADLINE_EXCEEDED)
-_FINAL_REASONS = (ATTACHED,)  # the client continues elsewhere
+_FINAL_REASONS = (ATTACHED,)  # the client continues the request through another gateway
 _PREFILL_EVENTS = (RequestEvent.PREFILL_ENDED, RequestEvent.PREFILL_FAILED, RequestEvent.PREFILL_LOST)
 
 
 def answer_s(left_s: float) -> float:
-    """Return how many seconds a worker may take to answer Admit or Prefill, with `left_s` until the deadline."""
+    """Return how many seconds a worker may take to answer Admit or Prefill when the deadline is `left_s` away."""
     return min(max(_ANSWER_SHARE * left_s, _LEAST_ANSWER_S), _MOST_ANSWER_S)
 
 
 class FailureBudget:
-    """What one request may still fail: few workers may die of it, few attempts may be in vain, and those that follow
-    are paid for from the budget of all requests."""
+    """Limit the failures of one request: few workers may die of it, few attempts in a row may decode nothing, and
+    retries draw on the budget of all requests."""
 
     __slots__ = ("deaths", "_retries", "_prompt_digest", "_num_barren")
 
     def __init__(self, retries: RetryBudget, prompt_digest: bytes):
-        """`prompt_digest`: by which a prompt that workers die of is known."""
+        """`prompt_digest` identifies the prompt if it must be quarantined because workers died of it."""
         self.deaths = Deaths()
         self._retries, self._prompt_digest, self._num_barren = retries, prompt_digest, 0
 
     def note_death(self, message: object, link: WorkerLink, worker_id: bytes) -> None:
-        """Count the worker among those that have died of the request, where `message`, its last, says so."""
+        """Count the worker as one that died of the request if `message`, its last one, says so."""
         if isinstance(message, Lost) or _is_stalled(message):
             self.deaths.suspect(link, worker_id)
         elif isinstance(message, pb.Ended):
             self.deaths.note_reported(message.reason)
 
     def check_deaths(self) -> bool:
-        """Return whether another worker may be given the prompt, not only once those that are gone are back. Raises
-        BatonError (POISON) where it is to blame for them."""
+        """Return whether another worker may get the prompt now; False: first see whether a lost worker comes back.
+
+        Raises BatonError (POISON) if the prompt is to blame for dead workers."""
         if not self.deaths.are_too_many:
             return True
         if not self.deaths.are_certain:
@@ -63,9 +66,11 @@ class FailureBudget:
         raise poison(f"{MAX_DEATHS} workers died while they served this request")
 
     def pay(self, error: BatonError, has_stepped: bool = False, is_routed_around: bool = False) -> None:
-        """Pay for the attempt that follows one which ended with `error`; the first costs nothing where no other request
-        is sent where that one was (`is_routed_around`). Raises `error` after MAX_BARREN in a row, Unavailable
-        (RETRY_BUDGET) if there is no budget."""
+        """Pay for one more attempt after an attempt that ended with `error`.
+
+        The first retry is free if no other request is sent to the failed worker either (`is_routed_around`). Raises
+        `error` after MAX_BARREN attempts in a row that decoded nothing, and Unavailable (RETRY_BUDGET) if the budget
+        is used up."""
         self._num_barren = 1 if has_stepped else self._num_barren + 1
         if self._num_barren >= MAX_BARREN:
             raise error
@@ -74,7 +79,7 @@ class FailureBudget:
 
 
 class AttemptFailures:
-    """Count and judge the failures of one request."""
+    """Judge the failures of one request, and bound its waits for a worker that replaces a lost one."""
 
     __slots__ = (
         "_budget",
@@ -88,13 +93,15 @@ class AttemptFailures:
 
     def __init__(self, budget: FailureBudget, router: RequestRouter, answer: Answer, record: RequestRecord):
         self._budget, self._router, self._answer, self._record = budget, router, answer, record
-        self._unreplaced: tuple[BatonError, float] | None = None  # the last failure, and when to report it
-        self._waits_since: float | None = None  # for any worker
-        self._awaited: BatonError | None = None  # what is reported where none comes
+        self._unreplaced: tuple[BatonError, float] | None = (
+            None  # the last failure, and when to report it to the client
+        )
+        self._waits_since: float | None = None  # since when the request has waited for any worker
+        self._awaited: BatonError | None = None  # the error to report if no worker comes
 
     def judge(self, occurred: Occurrence, attempt: Attempt) -> None:
-        """Count what ended `attempt`; from now on its worker is avoided. Raises BatonError if there must be no
-        other."""
+        """Count the failure that ended `attempt`, and avoid its worker from now on. Raises BatonError if the request
+        must not be tried again."""
         error, blamed, worker_id = self._failure(occurred, attempt)
         if _may_have_died_of_it(occurred, attempt):
             self._budget.note_death(occurred.message, blamed, worker_id)
@@ -112,16 +119,17 @@ class AttemptFailures:
         self._unreplaced = error, now() + _WORKER_WAIT_S
 
     def check_deaths(self) -> bool:
-        """Return whether another worker may be given the prompt, as its budget says. Raises BatonError (POISON)."""
+        """Return whether another worker may get the prompt now. Raises BatonError (POISON) if it killed workers."""
         return self._budget.check_deaths()
 
     def note_replaced(self) -> None:
-        """A worker was found for the next attempt."""
+        """Note that a worker was found for the next attempt."""
         self._unreplaced = self._waits_since = self._awaited = None
 
     def check_wait(self, error: Unavailable) -> None:
-        """Return if a worker may still come: one that failed may be reconnecting, another may be starting. Raises the
-        last failure, or `error` if there was none, once there is nothing to wait for."""
+        """Return if a worker may still come: a lost one may be reconnecting, another may be starting.
+
+        Otherwise raises the last failure, or `error` if the request has not failed before."""
         self._waits_since = self._waits_since or now()
         failure, until = self._unreplaced or (error, 0.0)
         if self._router.expects_worker():
@@ -132,18 +140,18 @@ class AttemptFailures:
 
     @property
     def awaits_worker(self) -> bool:
-        """Return whether it waits for a worker to come, not for one to have room."""
+        """Return whether the request waits for a worker to come, not for a worker to have room."""
         return self._awaited is not None
 
     def end_wait(self) -> None:
-        """Raises what is to be reported where no worker came, if one was waited for."""
+        """Raise the error of a request for which no worker came; return if it was not waiting for one."""
         if self._awaited is not None:
             if self._unreplaced is not None:
                 self._record.phase = self._record.failures[-1].phase
             raise self._awaited
 
     def _failure(self, occurred: Occurrence, attempt: Attempt) -> tuple[BatonError, WorkerLink, bytes]:
-        """Return (the error for the client, the worker to blame, its id)."""
+        """Return the error for the client, the worker to blame, and that worker's id."""
         before, message = occurred.before, occurred.message
         is_prefill = _is_of_prefill(occurred)
         leg, role = (attempt.prefill, "prefill") if is_prefill else (attempt.decode, "decode")
@@ -173,13 +181,13 @@ class AttemptFailures:
 
 
 def _is_of_prefill(occurred: Occurrence) -> bool:
-    """Return whether the prefill leg has failed, not the decode leg."""
+    """Return whether the prefill leg failed; False: the decode leg did."""
     is_silence = occurred.event is RequestEvent.SILENCE and occurred.before is RequestState.PREFILLING
     return is_silence or occurred.event in _PREFILL_EVENTS
 
 
 def is_draining(message: object) -> bool:
-    """Return whether a worker has ended the request because it drains."""
+    """Return whether a worker ended the request because the worker drains."""
     return isinstance(message, pb.Ended) and message.reason == DRAINING
 
 
@@ -201,8 +209,8 @@ def _is_stalled(message: object) -> bool:
 
 
 def _is_kv_missing(occurred: Occurrence, attempt: Attempt) -> bool:
-    """Return whether KV did not come though both workers have their sessions: what is between the two of them is at
-    fault."""
+    """Return whether KV did not arrive although both workers still have their sessions: then the connection between
+    the two workers is at fault."""
     message, source = occurred.message, attempt.kv_source
     if _is_of_prefill(occurred) or not isinstance(message, pb.Ended) or message.reason != KV_TRANSFER_FAILED:
         return False
@@ -212,11 +220,11 @@ def _is_kv_missing(occurred: Occurrence, attempt: Attempt) -> bool:
 
 
 def _may_have_died_of_it(occurred: Occurrence, attempt: Attempt) -> bool:
-    """Return whether the worker computed the request, and completed no step of it."""
+    """Return whether the worker was computing the request, and had completed no step of it."""
     before = occurred.before
     if occurred.event in (RequestEvent.PREFILL_LOST, RequestEvent.PREFILL_FAILED):
         return before in (RequestState.PREFILLING, RequestState.FETCHING)
-    # A prompt that Admit has read may kill the worker before its Granted is out.
+    # A prompt that the worker reads with Admit may kill it before it sends Granted.
     is_local_prefill = attempt.prefill_link is None and (
         before is RequestState.PREFILLING or (before is RequestState.ADMITTING and attempt.prefills_on_admit)
     )

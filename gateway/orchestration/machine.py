@@ -1,7 +1,7 @@
-"""The state machine of one request: each event through the table of transitions.py, until the request has ended.
+"""The state machine of one request: it takes each event through the table of transitions.py until the request ends.
 
-It has no task of its own: legs, queues and the clock all speak through one mailbox, so a cancelled caller cancels
-everything, and `close()` gives every leg back.
+The machine has no task of its own. Legs, queues and timers all speak through one mailbox, so cancelling the caller
+cancels everything, and `close()` closes every leg.
 """
 
 from collections.abc import Callable
@@ -22,13 +22,13 @@ from gateway.orchestration.transitions import TABLE
 from gateway.request.request_state import RequestState
 
 _REPORT_S = 0.5
-_ASKED = (RequestState.ADMITTING, RequestState.PREFILLING, RequestState.ATTACHING)  # a worker has something to answer
+_ASKED = (RequestState.ADMITTING, RequestState.PREFILLING, RequestState.ATTACHING)  # a worker owes an answer
 _NOT_ITS_PROMPT = "it answers a prompt that another worker reads"
 _IN_LINE = (RequestState.AWAITING_CREDIT, RequestState.AWAITING_PREFILL)
 
 
 class ForbiddenTransition(Exception):
-    """An action has led to a state that its cell of the table does not list."""
+    """An action led to a state that its cell of the table does not list."""
 
 
 class RequestMachine:
@@ -39,12 +39,12 @@ class RequestMachine:
     def __init__(self, request: RequestContext):
         self.request = request
         self.state = RequestState.AWAITING_CREDIT
-        self.error: BatonError | None = None  # that ended it
-        self.is_superseded = False  # its client continues it in another stream
-        self._entered_at = now()  # the state, or its wait began again
+        self.error: BatonError | None = None  # the error that ended the request
+        self.is_superseded = False  # the client continues the request in another stream
+        self._entered_at = now()  # when the state was entered, or its wait began again
 
     async def run(self) -> None:
-        """Serve the request to its end. Raises BatonError; the answer's last message is left to the caller."""
+        """Serve the request to its end; the caller sends the answer's last message. Raises BatonError."""
         self._begin()
         request = self.request
         while self.state is not RequestState.ENDED:
@@ -64,19 +64,23 @@ class RequestMachine:
             raise self.error
 
     def close(self) -> None:
-        """Cancel the request if it has not ended, and give everything back. Idempotent."""
+        """Cancel the request if it has not ended, and release everything that it holds. Idempotent."""
         if self.state is not RequestState.ENDED:
             self.happen(RequestEvent.CANCEL)
         self.request.close()
-        self.error = None  # its traceback leads back here: in such a circle all of the request waits for the collector
+        # The traceback of the error refers back to this object: such a cycle would keep the whole request in memory
+        # until the garbage collector runs.
+        self.error = None
 
     def give_up(self, event: RequestEvent) -> None:
-        """Let CANCEL or GRACE_OVER happen, as soon as the request is not busy writing to its client."""
+        """End the request by CANCEL or GRACE_OVER as soon as it is not busy writing to its client."""
         self.request.mailbox.post(None, event)
 
     def supersede(self) -> None:
-        """End the request, whose client continues it in another stream, and does not read this one: a write to it may
-        last until the deadline."""
+        """End the request because its client continues it in another stream.
+
+        The client may not read this stream any more, so a write to it is interrupted: it could last until the
+        deadline."""
         self.is_superseded = True
         self.give_up(RequestEvent.CANCEL)
         self.request.mailbox.interrupt()
@@ -104,8 +108,10 @@ class RequestMachine:
             self.request.release()
 
     async def _write(self) -> None:
-        """Send the client what is due: from outside of any line, since a client that does not read would hold up those
-        behind it. Then ask again."""
+        """Send the client the messages that are due.
+
+        A request leaves its queue before it writes, since a client that does not read would hold up the requests behind
+        it; afterwards it asks for a worker again."""
         place, answer = self.request.place, self.request.answer
         steps_out = place.is_in_line and answer.has_due
         if steps_out:
@@ -136,12 +142,12 @@ class RequestMachine:
             request.place.join(request.queues.credit)
 
     def _receive_all(self, entry: tuple[WorkerLeg | None, object] | None) -> None:
-        """Take this entry of the mailbox, if it is one, and all behind it."""
+        """Handle `entry` of the mailbox, unless it is None, and then every entry behind it."""
         request = self.request
         while entry is not None:
             self._receive(*entry)
             if request.answer.is_finished and self.state is RequestState.DECODING:
-                self.happen(RequestEvent.FINISHED)  # before the Ended that may have come along
+                self.happen(RequestEvent.FINISHED)  # before the Ended that may be the next entry
             entry = request.mailbox.take()
 
     def _receive(self, leg: WorkerLeg | None, message: object) -> None:
@@ -152,7 +158,7 @@ class RequestMachine:
             self.happen(message)
         elif request.reattach is not None and leg in request.reattach:
             self.happen(event_of(message, is_prefill=False), leg)
-        elif leg is attempt.decode or leg is attempt.prefill:  # not of an earlier attempt
+        elif leg is attempt.decode or leg is attempt.prefill:  # other legs belong to earlier attempts
             if isinstance(message, Tokens):
                 leg.num_unread -= len(message.token_ids)
             if isinstance(message, pb.Done) and leg is not attempt.prefilling_leg:
@@ -162,7 +168,8 @@ class RequestMachine:
     # ---- waiting ----
 
     def _next_wait(self) -> tuple[float, Callable[[], None]]:
-        """Return when silence means something (time.monotonic()), at the latest the deadline, and what is done then."""
+        """Return until when the machine waits for an event (time.monotonic(), at most the deadline), and the function
+        to call if none has come by then."""
         request, attempt = self.request, self.request.attempt
         until, act = request.deadline, self._end_wait
         if self.state in _IN_LINE:
@@ -180,8 +187,10 @@ class RequestMachine:
         return min(until, request.deadline), act
 
     def _on_silence(self, late_s: float, act: Callable[[], None]) -> None:
-        """Do what is due since nothing has come until `late_s` ago. Where a worker is to answer, and this process did
-        not run, it gets its time again."""
+        """Call `act`, which was due `late_s` ago, since no event came until then.
+
+        If this process did not run meanwhile (LATE_S), a worker that owes an answer gets its full time again
+        instead."""
         if late_s > LATE_S and self.state in _ASKED:
             self._entered_at = now()
         else:
@@ -194,8 +203,8 @@ class RequestMachine:
         self.happen(RequestEvent.SILENCE if self.request.place.is_over else RequestEvent.ROOM)
 
     def _leave_silent(self) -> None:
-        """Leave the worker that does not answer, if another could take the request from it; else it may still
-        answer."""
+        """Leave the worker that does not answer if another worker could take the request; otherwise wait again, since
+        it may still answer."""
         if self._is_another_there():
             self.happen(RequestEvent.SILENCE)
         else:
@@ -206,7 +215,7 @@ class RequestMachine:
         self.happen(RequestEvent.DOUBT_OVER)
 
     def _is_another_there(self) -> bool:
-        """Return whether a worker could take the request from the one that does not answer."""
+        """Return whether another worker could take the request from the one that does not answer."""
         router, attempt = self.request.router, self.request.attempt
         if self.state is RequestState.ADMITTING:
             return router.has_another("decode", than=attempt.decode.worker_id)

@@ -34,18 +34,19 @@ from gateway.request.validation import ValidatedRequest, check_input, check_num_
 from gateway.routing.routing import RoutingRequest
 from gateway.text.text_work import TextWork
 
-_UNREAD_S = 0.1  # beyond a deadline, for waits that notice it themselves
+_UNREAD_S = 0.1  # how long after the deadline a write is ended; every other wait ends at the deadline by itself
 _SUPERSEDE_S, _POLL_S = 1.0, 0.005
-_LOOP_TURNS = 3  # of the event loop, that a write to a client takes which reads at once
-_OUTPUT_SHARE = 0.02  # of one answer in the mean of all
+_LOOP_TURNS = 3  # turns of the event loop that a write takes if the client reads without delay
+_OUTPUT_SHARE = 0.02  # weight of one answer in the moving mean of all answers' lengths
 _NO_FEATURES: frozenset[str] = frozenset()
-_text_numbers = itertools.count()  # of all models, which share one admission
+_text_numbers = itertools.count()  # shared by all models, since they share one admission
 
 
 @dataclass
 class Pipeline:
-    """Serve requests for one model, with all parts that they share; `admission` and `running` are of all models.
-    Belongs to the event loop."""
+    """Serve the requests for one model, with the parts that they share. Belongs to the event loop.
+
+    `admission` and `running` are shared by all models."""
 
     fleet: ModelFleet
     index: PrefixIndex
@@ -55,31 +56,30 @@ class Pipeline:
     admission: AdmissionControl
     queues: WaitingQueues
     max_queue_wait_s: float
-    # What takes, of a request, the times between two messages of a choice, seconds a token.
+    # Returns, for a request, the function that records the seconds a token between two messages of a choice.
     gaps: Callable[[RequestRecord], Callable[[float], None]]
     slo_classes: Mapping[str, Slo]
     running: dict[str, RequestMachine]  # by key_id
     loop_watch: EventLoopWatch
     retry_budget: RetryBudget = field(default_factory=RetryBudget)
-    mean_output: float = 64.0  # of recent answers: tokens of the longest choice
+    mean_output: float = 64.0  # moving mean over recent answers: tokens of the longest choice
 
     async def serve(
         self, validated: ValidatedRequest, model: ServedModel, deadline: float, record: RequestRecord, emit: Emit
     ) -> None:
-        """Answer one request. Raises BatonError. All that it held on workers is given back in every case."""
+        """Answer one request, and release everything that it held on workers, however it ends. Raises BatonError."""
         key_id = validated.key_id
         if validated.resume_from:
             await self._supersede(key_id)
         self.check_free(validated)
         reservation = self.admission.enter(key_id, record.tenant, validated.num_choices, model.name)
         try:
-            # What is known on the way there stays there: whatever this frame names lives as long as the stream.
+            # A function of its own, so that its local variables are freed: this frame's live as long as the stream.
             request = await self._prepare(validated, model, deadline, record, emit, reservation)
             del validated
             machine = self.running[key_id] = RequestMachine(request)
             try:
-                # Every other wait in there ends at the deadline by itself, a client that does not read holds its
-                # writes.
+                # Every wait in there ends at the deadline by itself, except for writes to a client that does not read.
                 async with asyncio.timeout(None) as timeout:
                     request.mailbox.set_timeout(timeout, deadline + _UNREAD_S)
                     await machine.run()
@@ -96,18 +96,19 @@ class Pipeline:
                 request.note_output()
                 self._note_end(request.answer, record)
         finally:
-            # A prompt that brought nothing is paid back.
+            # A prompt that brought no token costs the tenant nothing.
             num_used = record.num_output_tokens and record.num_prompt_tokens + record.num_output_tokens
             self.admission.leave(key_id, reservation, max(0, num_used - record.num_paid_tokens))
 
     def check_free(self, validated: ValidatedRequest) -> None:
-        """Raises AlreadyExists for an id that another request of the tenant has."""
+        """Raise AlreadyExists if another request of the tenant has the same id."""
         if validated.key_id in self.admission.key_ids:
             raise AlreadyExists(f"request_id {validated.request_id} is in use", reason="REQUEST_ID_IN_USE")
 
     async def _supersede(self, key_id: str) -> None:
-        """End the earlier stream of a request that its client resumes: it is over for the client, though not here
-        yet."""
+        """End the earlier stream of a request that its client resumes, and wait up to _SUPERSEDE_S until it is gone.
+
+        The client has lost that stream, but this gateway may not have noticed yet."""
         if (earlier := self.running.get(key_id)) is not None:
             earlier.supersede()
             until = now() + _SUPERSEDE_S
@@ -123,11 +124,12 @@ class Pipeline:
         emit: Emit,
         reservation: Reservation,
     ) -> RequestContext:
-        """Tokenize the prompt, pay for it, and return the request with all that its way through workers needs. Raises
-        BatonError, for a poisonous prompt too."""
+        """Tokenize the prompt, pay for it, and return the request with everything that its way through workers needs.
+
+        Raises BatonError, also for a prompt that is quarantined because workers died of it."""
         validated, prompt_ids, parsing = await self._tokenize(validated, model, deadline, record)
         max_tokens = resolve_max_tokens(validated, len(prompt_ids), model)
-        # A conversation is read, and its objects may be 40 times as large as their text.
+        # The messages are not needed any more, and their objects may be 40 times as large as their text.
         validated = record.validated = replace(validated, prompt=validated.prompt._replace(messages=None))
         record.stamps.tokenized = now()
         self._check_wait(validated, record, max_tokens, deadline)
@@ -158,8 +160,8 @@ class Pipeline:
     async def _tokenize(
         self, validated: ValidatedRequest, model: ServedModel, deadline: float, record: RequestRecord
     ) -> tuple[ValidatedRequest, Sequence[int], AnswerParsing]:
-        """Return the ids of the prompt, how the answer is read, and the request with the constraint that this takes.
-        Raises BatonError."""
+        """Return the request with the constraint that its answer needs, the prompt's token ids, and how the answer is
+        parsed. Raises BatonError."""
         prompt = validated.prompt
         if prompt.text is not None and validated.suffix:
             prompt_ids = await self.text.infill(prompt.text, validated.suffix, model.context, record.tenant, deadline)
@@ -178,13 +180,14 @@ class Pipeline:
         return validated, prompt_ids, parsing
 
     def _note_end(self, answer: Answer, record: RequestRecord) -> None:
-        """Record the endings of the answer."""
+        """Record why each choice of the answer finished, and count its length in the mean of all answers."""
         record.finish_reasons = answer.finish_reasons
         if answer.is_finished:
             self.mean_output += _OUTPUT_SHARE * (answer.num_longest - self.mean_output)
 
     def _check_wait(self, validated: ValidatedRequest, record: RequestRecord, max_tokens: int, deadline: float) -> None:
-        """Record how queues see the request. Raises Overloaded if it would have to wait for too long."""
+        """Record the request as routing and queues see it. Raises InvalidRequest if no worker could hold it, and
+        Overloaded if it would have to wait for too long."""
         num_tokens, slo = record.num_prompt_tokens, self.slo_of(validated)
         num_output, num_choices = min(self.mean_output, max_tokens), validated.num_choices
         record.routing_request = RoutingRequest(
@@ -210,14 +213,15 @@ class Pipeline:
         self.queues.check(record.queued, self.fleet.router.prefill_s(num_tokens))
 
     def slo_of(self, validated: ValidatedRequest) -> Slo:
-        """Return the SLO of the request's class; one that was not asked for is counted, but never a reason to
-        refuse."""
+        """Return the SLO of the class that the request names, or an empty one if it names none.
+
+        A class that is only assumed is counted in metrics, but is no reason to refuse the request."""
         return self.slo_classes[validated.slo_class] if validated.names_class else Slo()
 
     async def tokenize(
         self, request: pb.TokenizeRequest, model: ServedModel, tenant: str, deadline: float
     ) -> Sequence[int]:
-        """Return the token ids; the call is bounded, counted and paid for like a prompt. Raises BatonError."""
+        """Return the token ids of a text; the call is admitted and charged like a prompt. Raises BatonError."""
         prompt = check_input(request, model)
         with self._counted(tenant, model, request.ByteSize()) as reservation:
             try:
@@ -229,7 +233,7 @@ class Pipeline:
             return token_ids
 
     async def detokenize(self, token_ids: Sequence[int], model: ServedModel, tenant: str, deadline: float) -> str:
-        """Return the text; the call is bounded, counted and paid for like a prompt of these tokens. Raises
+        """Return the text of token ids; the call is admitted and charged like a prompt of these tokens. Raises
         BatonError."""
         check_num_tokens(len(token_ids), model, "token_ids")
         if token_ids:
@@ -239,9 +243,11 @@ class Pipeline:
 
     @contextmanager
     def _counted(self, tenant: str, model: ServedModel, num_tokens: int) -> Iterator[Reservation]:
-        """Count a call that no worker sees as a request. It pays for `num_tokens`, no fewer than it has, unless it
-        settles before: a client that hangs up leaves work behind. Raises Overloaded."""
-        key_id = f"text.{next(_text_numbers)}"  # no request's
+        """Admit a call that no worker sees as a request, and charge it. Raises Overloaded.
+
+        `num_tokens` is an upper bound of its tokens. The call is charged for all of them unless it settles the
+        reservation before, since the work of a client that hangs up is done nevertheless."""
+        key_id = f"text.{next(_text_numbers)}"  # distinct from every request's key_id
         reservation = self.admission.enter(key_id, tenant, model=model.name)
         try:
             reservation.reserve(num_tokens, now())
@@ -251,9 +257,10 @@ class Pipeline:
 
 
 def _paying(emit: Emit, reservation: Reservation, num_prompt_tokens: int) -> Emit:
-    """Return `emit`, before which the tenant pays for what is beyond its reservation: of an answer that may become as
-    long as the context nobody knows how much to set aside. No coroutine around `emit`, which each message would run
-    through."""
+    """Return a function that charges the tenant for tokens beyond the reservation, and then calls `emit`.
+
+    Nobody knows how much to reserve for an answer that may become as long as the context. The function is no coroutine
+    around `emit`, since each message would have to run through it."""
     num_paid = num_prompt_tokens
 
     def pay_and_emit(message: pb.GenerateResponse) -> Awaitable[None]:
@@ -268,7 +275,7 @@ def _paying(emit: Emit, reservation: Reservation, num_prompt_tokens: int) -> Emi
 def features_of(validated: ValidatedRequest) -> frozenset[str]:
     """Return the features that workers must have for this request."""
     if validated.constraint is None and not validated.asks_for_prompt_logprobs and not validated.adapter:
-        return _NO_FEATURES  # one set for most requests
+        return _NO_FEATURES  # most requests share one set
     asked = {
         CONSTRAINTS: validated.constraint is not None,
         PROMPT_LOGPROBS: validated.asks_for_prompt_logprobs,
@@ -278,7 +285,7 @@ def features_of(validated: ValidatedRequest) -> frozenset[str]:
 
 
 def _note_waits(request: RequestContext, loop: LoopDelay) -> None:
-    """Record what the request waited for, as its workers, this event loop and the way between them are now."""
+    """Record what the request waited for, and how late workers, this event loop and the network are at present."""
     measured, link = request.record.measured, request.attempt.decode.link
     measured.in_line_s = dict(request.place.waited_s)
     measured.path = path_to(link, loop)
@@ -288,6 +295,6 @@ def _note_waits(request: RequestContext, loop: LoopDelay) -> None:
 
 
 def path_to(link: WorkerLink, loop: LoopDelay) -> PathDelay:
-    """Return how late messages are between this event loop and a worker, as both are now."""
+    """Return how late messages between this event loop and a worker are at present."""
     network_s = 0.0 if is_loopback(link.address) else max(0.0, link.clock.round_trip_s / 2 - sum(loop))
     return PathDelay(loop, network_s)

@@ -1,4 +1,4 @@
-"""Actions from the first question for credit to the first tokens."""
+"""Actions from asking a decode worker for credit until the first tokens arrive."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -16,8 +16,8 @@ from gateway.routing.routing import AWAITS_ADAPTER, NEVER_HERE, SHORT_TOKENS, ne
 
 
 def ask_for_credit(request: RequestContext, occurred: Occurrence[object]) -> RequestState:
-    """Choose workers and send Admit. Raises NoWorker if none serves, Overloaded if it would be too late, BatonError
-    (POISON) if workers have died of it."""
+    """Choose workers and send Admit. Raises NoWorker if no worker serves and none may come, Overloaded if the answer
+    would be too late, and BatonError (POISON) if workers died of the prompt."""
     record, queues = request.record, request.queues
     if not request.failures.check_deaths():
         return _queue_for_worker(request, NoWorker("no worker was heard again"))
@@ -26,7 +26,7 @@ def ask_for_credit(request: RequestContext, occurred: Occurrence[object]) -> Req
     except NoWorker as error:
         return _queue_for_worker(request, error)
     request.failures.note_replaced()
-    # One that has waited is served, late or not.
+    # A request that has waited in a queue is served, even if it will be late.
     if record.decision is None and not request.place.is_in_line:
         record.queued.check(placement.decision, queues.prefill.wait_s(record.queued))
     record.decision = placement.decision
@@ -34,7 +34,7 @@ def ask_for_credit(request: RequestContext, occurred: Occurrence[object]) -> Req
     record.num_attempts += request.attempt.spec is None
     request.make_spec()
     request.attempt.prefill_link = placement.prefill
-    # A later attempt may pull what others hold.
+    # The decode worker of a later attempt first pulls the prefix that other workers hold.
     request.attempt.admit(placement.decode, prefills_on_admit=placement.prefill is None and record.num_attempts == 1)
     _count_prefill(request, placement.prefill or placement.decode)
     placement.decode.recent_load.add(placement.decision.decode_s, now())
@@ -42,7 +42,7 @@ def ask_for_credit(request: RequestContext, occurred: Occurrence[object]) -> Req
 
 
 def queue_for_credit(request: RequestContext, occurred: Occurrence[pb.Refused]) -> None:
-    """Ask the next decode worker, or wait in line once all have refused. Raises NoWorker, Overloaded."""
+    """Ask the next decode worker, or wait in a queue once all have refused. Raises NoWorker and Overloaded."""
     _note_refusal(request, request.attempt.decode.link, occurred.message, request.queues.credit)
     _drop_decode(request)
     router = request.router
@@ -60,7 +60,7 @@ def queue_for_credit(request: RequestContext, occurred: Occurrence[pb.Refused]) 
 
 
 def begin_prefill(request: RequestContext, occurred: Occurrence[pb.Granted]) -> RequestState | None:
-    """With credit granted, have the prompt read. Raises NoWorker, Overloaded."""
+    """Have the prompt read, since credit is granted. Raises NoWorker and Overloaded."""
     attempt, record = request.attempt, request.record
     attempt.num_granted_tokens = min(occurred.message.num_cached_tokens, len(attempt.spec.token_ids))
     record.stamps.granted = record.stamps.granted or now()
@@ -76,8 +76,9 @@ def begin_prefill(request: RequestContext, occurred: Occurrence[pb.Granted]) -> 
 
 
 def ask_for_prefill(request: RequestContext, occurred: Occurrence[object]) -> RequestState | None:
-    """Have a prefill worker read the prompt, or the decode worker; where none serves that could, give the credit back
-    and wait for one. Raises NoWorker, Overloaded."""
+    """Have the chosen prefill worker read the prompt, or the decode worker if it needs no other.
+
+    If no worker that serves can read it, give the credit back and wait for one. Raises NoWorker and Overloaded."""
     attempt, router = request.attempt, request.router
     if attempt.has_lost_decode_worker:  # Lost is next
         return None
@@ -93,7 +94,7 @@ def ask_for_prefill(request: RequestContext, occurred: Occurrence[object]) -> Re
     _count_prefill(request, attempt.prefill_link or attempt.decode.link)
     if attempt.prefill_link is None:
         request.leave_line()
-        is_retry = request.record.num_attempts > 1  # others may hold what the lost worker held
+        is_retry = request.record.num_attempts > 1  # other workers may hold the prefix that the lost worker held
         holder = router.prefix_holder_for(attempt.decode.link) if is_retry else None
         on_offer = partial(router.note_fetch_started, holder, attempt.decode.link, attempt.chosen_at)
         attempt.prefill_on_decode_worker(holder, _spans_held(request, holder), on_offer)
@@ -106,16 +107,16 @@ def ask_for_prefill(request: RequestContext, occurred: Occurrence[object]) -> Re
 
 
 def queue_for_prefill(request: RequestContext, occurred: Occurrence[pb.Refused]) -> RequestState | None:
-    """Ask the next prefill worker, or wait in line once all have refused. Raises NoWorker, Overloaded."""
+    """Ask the next prefill worker, or wait in a queue once all have refused. Raises NoWorker and Overloaded."""
     refused, router = occurred.message, request.router
-    if request.attempt.prefill is None:  # the decode worker, whose key has ended since it was granted
+    if request.attempt.prefill is None:  # the decode worker refused: its key has ended since it was granted
         queue_for_credit(request, occurred)
         return RequestState.AWAITING_CREDIT
     _note_refusal(request, request.attempt.prefill.link, refused, request.queues.prefill)
     _count_prefill(request, None)
     request.attempt.drop_prefill()
     if refused.reason in NEVER_HERE or router.has_untried("prefill"):
-        request.call_room()  # where no prefill worker can read it, the decode worker can
+        request.call_room()  # if no prefill worker can read the prompt, the decode worker does
         return None
     router.forget_refusals()
     if refused.reason in AWAITS_ADAPTER:
@@ -126,8 +127,8 @@ def queue_for_prefill(request: RequestContext, occurred: Occurrence[pb.Refused])
 
 
 def end_or_wait_longer(request: RequestContext, occurred: Occurrence[None]) -> None:
-    """Wait longer where no worker serves and one is starting. Raises NoWorker where none came, Overloaded where all are
-    full."""
+    """Wait longer if no worker serves and one is starting. Raises NoWorker if no worker came, and Overloaded if all
+    workers are full."""
     router, failures = request.router, request.failures
     lacks_worker = failures.awaits_worker or not router.has_any("decode")
     if not (lacks_worker and router.expects_worker() and request.place.wait_longer(router.max_start_wait_s)):
@@ -136,12 +137,12 @@ def end_or_wait_longer(request: RequestContext, occurred: Occurrence[None]) -> N
 
 
 def end_full(request: RequestContext, occurred: Occurrence[None]) -> None:
-    """Raises Overloaded: it has waited in line for too long."""
+    """End the request with Overloaded: it has waited in a queue for too long."""
     request.place.time_out()
 
 
 def fetch(request: RequestContext, occurred: Occurrence[pb.Accepted]) -> None:
-    """Have the decode worker pull KV while the prompt is read."""
+    """Have the decode worker pull the KV while the prefill worker reads the prompt."""
     request.leave_line()
     request.place.note_running()
     attempt = request.attempt
@@ -150,7 +151,8 @@ def fetch(request: RequestContext, occurred: Occurrence[pb.Accepted]) -> None:
 
 
 def note_prefix(request: RequestContext, occurred: Occurrence[pb.Fetched]) -> None:
-    """Have the decode worker read the rest behind the prefix that it has pulled; or all KV came early."""
+    """Have the decode worker read the prompt behind the prefix that it has pulled, or, if a prefill worker reads the
+    prompt, note that all KV has arrived."""
     if request.attempt.prefill_link is None:
         request.router.note_fetch_done(request.attempt.kv_source, request.attempt.decode.link)
         request.attempt.prefill_rest()
@@ -159,7 +161,7 @@ def note_prefix(request: RequestContext, occurred: Occurrence[pb.Fetched]) -> No
 
 
 def note_fetched(request: RequestContext, occurred: Occurrence[pb.Fetched]) -> None:
-    """The decode worker has all KV of the prompt."""
+    """Note that the decode worker has all KV of the prompt."""
     request.attempt.note_fetched()
     request.router.note_fetch_done(request.attempt.kv_source, request.attempt.decode.link)
     request.record.measured.transfer_s = occurred.message.transfer_s
@@ -167,7 +169,7 @@ def note_fetched(request: RequestContext, occurred: Occurrence[pb.Fetched]) -> N
 
 
 def begin_answer(request: RequestContext, occurred: Occurrence[pb.Done]) -> None:
-    """Take the first tokens and begin to decode. Raises Diverged, InvalidRequest."""
+    """Add the first tokens to the answer, and begin to decode. Raises Diverged and InvalidRequest."""
     done, attempt, answer = occurred.message, request.attempt, request.answer
     request.leave_line()
     request.place.note_running()
@@ -184,7 +186,7 @@ def begin_answer(request: RequestContext, occurred: Occurrence[pb.Done]) -> None
         answer.push(first.choice, len(attempt.output_ids), [first.token_id], logprobs, first.finish_reason)
     unfinished = [first for first in done.first_tokens if not answer.choices[first.choice].is_finished]
     for first in unfinished:
-        first.finished, first.finish_reason = False, 0  # whatever that worker thought
+        first.finished, first.finish_reason = False, 0  # this gateway decides, not that worker
     attempt.start(unfinished)
     request.specs.forget_spans()
 
@@ -206,8 +208,10 @@ def _record_prefill(request: RequestContext, done: pb.Done) -> None:
 
 
 def _note_pulled(request: RequestContext, pulled: pb.Pulled) -> None:
-    """Note whether KV of the holder of a prefix came to the prefill worker. What keeps it otherwise, as a lease that is
-    over, is not between the two of them; of a holder that is gone nothing is kept."""
+    """Note whether KV of the prefix holder arrived at the prefill worker.
+
+    Other reasons why it did not, as an expired lease, say nothing of the connection between the two workers. Nothing
+    is noted of a holder that is gone."""
     holder, taker = request.attempt.prefix_holder, request.attempt.prefill.link
     if not pulled.reason or pulled.num_tokens:
         request.router.note_fetch_done(holder, taker)
@@ -216,18 +220,18 @@ def _note_pulled(request: RequestContext, pulled: pb.Pulled) -> None:
 
 
 def _queue_for_worker(request: RequestContext, error: NoWorker) -> RequestState:
-    """Wait in line for a worker to replace a lost one, or for one that can hold the request. Raises `error`, or the
-    loss, where there is no use in it."""
+    """Wait in a queue for a worker that replaces a lost one, or that can hold the request. Raises the last failure, or
+    `error` if there was none, if no worker may come."""
     request.failures.check_wait(error)
-    if request.router.expects_worker():  # what it takes to start is no time in which none had room
+    if request.router.expects_worker():  # the time that a worker takes to start does not count as a wait for room
         request.place.wait_longer(request.router.max_start_wait_s)
     request.place.join_for_worker(request.queues.decode_start)
     return RequestState.AWAITING_CREDIT
 
 
 def _count_prefill(request: RequestContext, link: WorkerLink | None) -> None:
-    """Count reading the prompt as recent work of `link` alone, at once, since others choose meanwhile; None: all it was
-    given to have refused it."""
+    """Count the prefill as recent work of `link` only, before the worker reports it, since other requests choose
+    workers meanwhile. None: every worker that was asked has refused."""
     attempt, prefill_s = request.attempt, request.record.decision.prefill_s
     if attempt.counted_prefill_link is not link:
         for each, seconds in ((attempt.counted_prefill_link, -prefill_s), (link, prefill_s)):
@@ -237,7 +241,7 @@ def _count_prefill(request: RequestContext, link: WorkerLink | None) -> None:
 
 
 def _drop_decode(request: RequestContext) -> None:
-    """Close the decode leg, and count nothing as work of the chosen workers any more."""
+    """Close the decode leg, and subtract the request from the recent work of the chosen workers."""
     attempt = request.attempt
     _count_prefill(request, None)
     attempt.decode.link.recent_load.add(-request.record.decision.decode_s, now())
@@ -251,8 +255,8 @@ def _note_refusal(request: RequestContext, link: WorkerLink, refused: pb.Refused
 
 
 def _is_rest_short(request: RequestContext) -> bool:
-    """Return whether a draining worker holds nearly all of the prompt: the decode worker pulls that, and reads the
-    rest."""
+    """Return whether a draining worker holds nearly all of the prompt, so that the decode worker can pull that prefix
+    and read the rest itself."""
     if request.record.num_attempts == 1:
         return False
     attempt, router = request.attempt, request.router

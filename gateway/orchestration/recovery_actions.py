@@ -1,4 +1,4 @@
-"""Actions after a worker has failed, stalled or lost its session, and where a client resumes."""
+"""Actions after a worker has failed, stalled or lost its session, and actions for a client that resumes."""
 
 from typing import Any
 
@@ -18,7 +18,7 @@ from gateway.request.request_state import RequestState
 
 
 def try_again(request: RequestContext, occurred: Occurrence[Any]) -> RequestState:
-    """Ask for credit in a new attempt. Raises BatonError if none is allowed."""
+    """Ask for credit in a new attempt. Raises BatonError if no other attempt is allowed."""
     attempt, choices = request.attempt, request.answer.choices
     request.failures.judge(occurred, attempt)
     if is_draining(occurred.message) and attempt.is_decoding and len(choices) == 1:
@@ -30,7 +30,7 @@ def try_again(request: RequestContext, occurred: Occurrence[Any]) -> RequestStat
 
 
 def leave_stalled(request: RequestContext, occurred: Occurrence[Stalled]) -> RequestState | None:
-    """Try again if another worker could do the work; else wait, since the stalled one may still come back. Raises
+    """Try again if another worker could do the work; otherwise wait, since the stalled worker may recover. Raises
     BatonError."""
     is_prefill, router = occurred.event is RequestEvent.PREFILL_STALLED, request.router
     may_prefill = is_prefill and router.may_prefill_locally and router.has_any("decode")
@@ -42,7 +42,7 @@ def leave_stalled(request: RequestContext, occurred: Occurrence[Stalled]) -> Req
 
 
 def doubt_fetch(request: RequestContext, occurred: Occurrence[Lost | Stalled]) -> None:
-    """Give the fetch from this prefill worker a moment to end."""
+    """Give the fetch from the lost or stalled prefill worker a moment to end."""
     request.attempt.doubt_fetch()
 
 
@@ -50,16 +50,17 @@ def doubt_fetch(request: RequestContext, occurred: Occurrence[Lost | Stalled]) -
 
 
 def find_sequence(request: RequestContext, occurred: Occurrence[None]) -> RequestState | None:
-    """Ask decode workers for the sequence that a client resumes: one may still have it. Raises BatonError."""
+    """Ask decode workers for the sequence that a client resumes, since one may still have it. Raises BatonError."""
     request.make_spec()
     choices = request.answer.choices
-    request.reattach = _new_reattach(request, [0] * len(choices))  # the text needs every token, the client only some
+    # From index 0: the text is made from all tokens, although the client has some of them.
+    request.reattach = _new_reattach(request, [0] * len(choices))
     request.reattach.ask(request.router.decode_links(MAX_ASKED), sum(choice.num_received for choice in choices))
     return _restart_if_exhausted(request, occurred)
 
 
 def begin_reattach(request: RequestContext, occurred: Occurrence[Lost]) -> RequestState | None:
-    """Wait for the worker whose session was lost: it may still have the sequence. Raises BatonError."""
+    """Wait for the worker whose session was lost, since it may still have the sequence. Raises BatonError."""
     attempt = request.attempt
     request.lost = occurred._replace(since=now())
     attempt.decode.close()
@@ -71,26 +72,26 @@ def begin_reattach(request: RequestContext, occurred: Occurrence[Lost]) -> Reque
 
 
 def send_attach(request: RequestContext, occurred: Occurrence[WorkerLeg]) -> RequestState | None:
-    """The worker is back: send Attach. Raises BatonError."""
+    """Send Attach to a worker whose session is up again. Raises BatonError."""
     request.reattach.send_again(occurred.message)
     return _restart_if_exhausted(request, occurred)
 
 
 def drop_reattach_leg(request: RequestContext, occurred: Occurrence[WorkerLeg]) -> RequestState | None:
-    """This worker does not have the sequence; wait for the others that were asked. Raises BatonError."""
+    """Give up on a worker that does not have the sequence; wait for the others that were asked. Raises BatonError."""
     request.reattach.drop(occurred.message)
     return _restart_if_exhausted(request, occurred)
 
 
 def resume_decoding(request: RequestContext, occurred: Occurrence[WorkerLeg]) -> None:
-    """Take the tokens of the sequence that was found."""
+    """Continue the answer from the sequence that was found on a worker."""
     request.attempt.resume(request.reattach.take(occurred.message))
     request.reattach = request.lost = None
     request.record.note_attached()
 
 
 def start_over(request: RequestContext, occurred: Occurrence[Any]) -> RequestState:
-    """Compute the sequence again, since no worker has it. Raises BatonError."""
+    """Compute the sequence again in a new attempt, since no worker has it. Raises BatonError."""
     request.reattach.close()
     request.reattach, lost, request.lost = None, request.lost, None
     if lost is not None:
@@ -103,8 +104,10 @@ def start_over(request: RequestContext, occurred: Occurrence[Any]) -> RequestSta
 
 
 def _new_reattach(request: RequestContext, next_index: list[int], previous_attempt: int = 0) -> Reattach:
-    """`next_index`: the first wanted output token of each choice; `previous_attempt`: the attempt whose sequence is
-    wanted, 0: any of the request."""
+    """Return a Reattach that has asked no worker yet.
+
+    `next_index` is the index of the first wanted output token of each choice. `previous_attempt` is the attempt whose
+    sequence is wanted; 0: of any attempt of the request."""
     attach = pb.Attach(
         previous_attempt=previous_attempt,
         next_index=next_index,

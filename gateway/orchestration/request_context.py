@@ -1,4 +1,4 @@
-"""One request on its way through workers: all that its state machine and the actions of the table work with."""
+"""One request on its way through workers: the parts that its state machine and the actions of the table use."""
 
 from typing import NamedTuple
 
@@ -20,8 +20,9 @@ from gateway.request.request_spec import SpecBuilder
 
 
 class PreparedRequest(NamedTuple):
-    """A validated request, tokenized and looked up in the prefix index. `deadline` is time.monotonic(); one that
-    `is_resumed` may be running on a worker."""
+    """A validated request, tokenized and looked up in the prefix index.
+
+    `deadline` is in time.monotonic(). If `is_resumed`, a worker may still have the sequence."""
 
     specs: SpecBuilder
     matches: Matches
@@ -31,8 +32,10 @@ class PreparedRequest(NamedTuple):
 
 
 class RequestContext:
-    """Its parts: `router` finds workers, `attempt` has the legs on them, `reattach` looks for a lost sequence,
-    `failures` judges, `place` waits in a line, `answer` goes to the client. It knows nothing of its state."""
+    """The parts of one request: `router` finds workers, `attempt` has the legs on them, `reattach` looks for a lost
+    sequence, `failures` decides on retries, `place` waits in a queue, and `answer` goes to the client.
+
+    The state of the request is kept by RequestMachine."""
 
     __slots__ = (
         "queues",
@@ -69,7 +72,7 @@ class RequestContext:
         self.failures = AttemptFailures(FailureBudget(budget, prepared.prompt_digest), self.router, answer, record)
         self.attempt = self._new_attempt()
         self.reattach: Reattach | None = None
-        self.lost: Occurrence[Lost] | None = None  # what `reattach` answers; None: the client resumes
+        self.lost: Occurrence[Lost] | None = None  # the loss for which `reattach` was begun; None: the client resumes
         self.specs = prepared.specs
         self._is_room_called = False
 
@@ -79,9 +82,10 @@ class RequestContext:
         self.router.forget_refusals()
 
     def make_spec(self) -> None:
-        """Make the attempt's spec if there is none, and set how long it may still take.
+        """Make the attempt's spec if there is none, and set the time that is left for it.
 
-        A single choice continues from the tokens that it has; several start over, and repeat what the client has."""
+        A single choice continues behind its tokens so far. Several choices start over: they compute again the tokens
+        that the client has."""
         attempt, choices = self.attempt, self.answer.choices
         if attempt.spec is None:
             attempt.output_ids = tuple(choices[0].token_ids) if len(choices) == 1 else ()
@@ -90,33 +94,33 @@ class RequestContext:
         attempt.spec.budget_ms = budget_ms(self.deadline)
 
     def leave_line(self) -> None:
-        """Leave the line, if it waits in one, since a worker takes the request."""
+        """Leave the queue in which the request waits, if any, since a worker takes the request."""
         self.place.leave(served=True)
 
     def call_room(self) -> None:
-        """Let ROOM happen soon. Calls before it has happened are one."""
+        """Post ROOM to the mailbox, unless it is there already."""
         if not self._is_room_called:
             self._is_room_called = True
             self.mailbox.post(None, RequestEvent.ROOM)
 
     def note_room(self) -> None:
-        """ROOM has come out of the mailbox."""
+        """Note that ROOM has been taken out of the mailbox."""
         self._is_room_called = False
 
     def note_output(self) -> None:
-        """Record how many tokens there are, for those who watch the request while it runs, and for its report."""
+        """Record how many tokens the answer has, for views of running requests and for the request's report."""
         record, counts = self.record, [len(choice.token_ids) for choice in self.answer.choices]
         record.num_output_tokens, record.num_longest_output = sum(counts), max(counts)
 
     def release(self) -> None:
-        """Leave the line and close all legs. Idempotent."""
+        """Leave the queue and close all legs. Idempotent."""
         self.place.leave(served=False)
         self.attempt.close()
         if self.reattach is not None:
             self.reattach.close()
 
     def close(self) -> None:
-        """Release everything for good. Idempotent."""
+        """Release everything; no event can reach the request afterwards. Idempotent."""
         self.release()
         self.place.close()
         self.mailbox.close()

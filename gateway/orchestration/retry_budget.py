@@ -1,7 +1,7 @@
-"""Limit retries over all requests of a model, of each version its own: a failure must not become a storm, nor one
-prompt kill every worker.
+"""Limit the retries of all requests of one model version.
 
-Retries are paid for from a bucket that requests fill, as in gRPC's retryThrottling (gRFC A6): a tenth of a retry each.
+A failure must not become a storm of retries, and one prompt must not kill every worker. Each request adds a tenth of a
+retry to a bucket, and each retry takes one out, as in gRPC's retryThrottling (gRFC A6).
 """
 
 import hashlib
@@ -14,22 +14,22 @@ import grpc
 from baton.service.clock import now
 from baton.service.errors import BatonError, Unavailable, from_code
 
-_RATIO = 0.1  # of a retry, that each request adds
-_MOST_RETRIES = 100.0  # saved up
-_QUARANTINE_S = 60.0  # after two workers died of a prompt
+_RATIO = 0.1  # the part of a retry that each request adds
+_MOST_RETRIES = 100.0  # that the bucket holds
+_QUARANTINE_S = 60.0  # how long a prompt is refused after two workers died of it
 _MOST_PROMPTS = 1024
 
 
 class RetryBudget:
-    """Belongs to the event loop."""
+    """The retries that requests may still make, and the prompts that are quarantined. Belongs to the event loop."""
 
     def __init__(self) -> None:
-        self.num_refused = 0  # retries that there was no budget for
+        self.num_refused = 0  # retries for which no budget was left
         self._retries = _MOST_RETRIES
         self._poison: OrderedDict[bytes, float] = OrderedDict()  # digest of a prompt -> end of its quarantine
 
     def begin(self, prompt_digest: bytes) -> None:
-        """Count a new request. Raises BatonError (ABORTED, POISON) for a prompt that workers have died of."""
+        """Count a new request. Raises BatonError (ABORTED, POISON) if its prompt is quarantined."""
         self._retries = min(_MOST_RETRIES, self._retries + _RATIO)
         if (until := self._poison.get(prompt_digest)) is not None:
             if now() < until:
@@ -44,17 +44,17 @@ class RetryBudget:
         self._retries -= 1
 
     def quarantine(self, prompt_digest: bytes) -> None:
-        """Refuse this prompt for a while."""
+        """Refuse this prompt for _QUARANTINE_S."""
         self._poison[prompt_digest] = now() + _QUARANTINE_S
         while len(self._poison) > _MOST_PROMPTS:
             self._poison.popitem(last=False)
 
 
 def prompt_digest(tenant: str, prompt_ids: Sequence[int]) -> bytes:
-    """Return 32 bytes that name a tenant's prompt."""
+    """Return 32 bytes that identify the prompt of a tenant."""
     return hashlib.sha256(f"{tenant}/".encode() + array("I", prompt_ids).tobytes()).digest()
 
 
 def poison(message: str) -> BatonError:
-    """Return the error of a request that kills workers."""
+    """Return the error for a request whose prompt kills workers."""
     return from_code(grpc.StatusCode.ABORTED, message, reason="POISON")

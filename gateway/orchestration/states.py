@@ -1,4 +1,4 @@
-"""The events that can happen to a request in the gateway; transitions.py has the table."""
+"""The events of a request in the gateway; transitions.py has the table that says what follows from each."""
 
 from enum import Enum
 from typing import Generic, NamedTuple, TypeVar
@@ -9,10 +9,12 @@ from gateway.request.request_state import RequestState
 
 
 class RequestEvent(Enum):
-    __hash__ = object.__hash__
+    """What can happen to a request: a message of a worker, a timeout, or something in this gateway."""
+
+    __hash__ = object.__hash__  # Enum's own is in Python, and each event is looked up in the table
 
     RESUMED = "resumed"  # the client continues an answer that broke off
-    ROOM = "room"  # first in line, and something has changed
+    ROOM = "room"  # the request is first in its queue, and something has changed
     GRANTED = "granted"
     REFUSED = "refused"
     ACCEPTED = "accepted"
@@ -20,8 +22,8 @@ class RequestEvent(Enum):
     FETCHED = "fetched"
     TOKENS = "tokens"
     FINISHED = "finished"  # the last choice
-    REJOINED = "rejoined"  # a worker whose session was lost
-    NOT_HERE = "not here"  # the worker has nothing to attach to
+    REJOINED = "rejoined"  # the session with a lost worker is up again
+    NOT_HERE = "not here"  # the worker does not have the sequence
     DECODE_ENDED = "decode ended"
     DECODE_FAILED = "decode failed"
     DECODE_LOST = "decode worker lost"
@@ -30,7 +32,7 @@ class RequestEvent(Enum):
     PREFILL_LOST = "prefill worker lost"
     DECODE_STALLED = "decode worker stalled"
     PREFILL_STALLED = "prefill worker stalled"
-    DOUBT_OVER = "doubt over"  # a fetch whose source was lost has not ended
+    DOUBT_OVER = "doubt over"  # a fetch has not ended, and its source was lost a while ago
     SILENCE = "silence"  # no answer, or no room, for too long
     UNREAD = "unread"  # the client does not read
     DEADLINE = "deadline"
@@ -43,7 +45,8 @@ Message = TypeVar("Message", covariant=True)
 
 
 class Occurrence(NamedTuple, Generic[Message]):
-    """An event as it happened: in which state, since when (time.monotonic()) that lasted, and the message that came."""
+    """An event as it happened: the state before it, since when the request was in that state (time.monotonic()), and
+    the message that came with the event."""
 
     event: RequestEvent
     before: RequestState
@@ -65,7 +68,7 @@ _EVENTS: dict[type, RequestEvent] = {
 
 
 def event_of(message: object, is_prefill: bool) -> RequestEvent:
-    """Return the event that a message of the prefill or the decode leg is."""
+    """Return the event for a message of the prefill leg (`is_prefill`) or of the decode leg."""
     if (event := _EVENTS.get(type(message))) is not None:
         return event
     if isinstance(message, Lost):

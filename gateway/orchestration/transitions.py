@@ -1,4 +1,4 @@
-"""The table of a request: what follows from each event in each state.
+"""The table of a request: the action and the next state for each event in each state.
 
     admitting ─ granted ─► prefilling ─ accepted ─► fetching ─ done ─► decoding ─ finished ─► ending ─► ended
       │    ▲                 │  ▲  └─ done (prefilled on the decode worker) ─►┘
@@ -6,8 +6,9 @@
       ▼    │ room            ▼  │ room
     awaiting credit        awaiting prefill
 
-A worker that is lost or fails sends the request back to `admitting` with the tokens so far; any other error ends it.
-Before that, while it decodes or where a client resumes, it is `attaching`: a worker may still have the sequence.
+If a worker is lost or fails, the request goes back to `admitting` with its tokens so far; any other error ends it.
+If the decode worker is lost while it decodes, or if a client resumes, the request is `attaching` first, since a worker
+may still have the sequence.
 """
 
 from collections.abc import Callable
@@ -55,8 +56,9 @@ Action = Callable[[RequestContext, Occurrence[Any]], RequestState | None]
 
 
 class RequestTransition(NamedTuple):
-    """The request enters the first of `states`, then `action` runs, which may lead on to another one of them: by
-    returning it, or to ENDED by raising BatonError or Diverged."""
+    """One cell of the table: the request enters the first of `states`, then `action` runs.
+
+    The action may lead on to another one of `states` by returning it, or to ENDED by raising BatonError or Diverged."""
 
     action: Action
     states: tuple[RequestState, ...]
@@ -75,7 +77,7 @@ def _table() -> dict[tuple[RequestState, RequestEvent], RequestTransition]:
         table[state, e.CANCEL] = to(end_cancelled, s.ENDED)
         table[state, e.UNREAD] = to(end_unread, s.ENDED)
         table[state, e.GRACE_OVER] = to(end_draining, s.ENDED)
-    # A worker that has a part in the attempt ends it when it goes.
+    # The attempt ends when a worker that takes part in it is lost.
     for state in (s.ADMITTING, s.AWAITING_PREFILL, s.PREFILLING, s.FETCHING, s.DECODING):
         for event in (e.DECODE_ENDED, e.DECODE_FAILED, e.DECODE_LOST):
             table[state, event] = retry
@@ -113,7 +115,7 @@ def _table() -> dict[tuple[RequestState, RequestEvent], RequestTransition]:
         (s.ATTACHING, e.DECODE_LOST): wait,
         (s.ATTACHING, e.SILENCE): to(start_over, s.ADMITTING, s.AWAITING_CREDIT, s.ENDED),
         (s.DECODING, e.TOKENS): to(take_tokens, s.DECODING, s.ENDED),
-        # What the prefill worker still does is give its lease back; if that fails, the fetch says so.
+        # All that the prefill worker still does is to give up its lease; if the KV does not arrive, the fetch fails.
         (s.DECODING, e.FINISHED): to(expect_report, s.ENDING, s.ENDED),
         (s.ENDING, e.DECODE_ENDED): to(end_answered, s.ENDED),
         (s.ENDING, e.DECODE_FAILED): to(end_answered, s.ENDED),
