@@ -1,1 +1,1 @@
-"""One attempt of a request on workers: find them, hold legs on them, and pull, attach to or send what it needs."""
+"""One attempt of a request on workers: find workers, hold legs on them, pull prefixes, attach to running sequences."""

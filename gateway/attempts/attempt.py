@@ -1,4 +1,4 @@
-"""One attempt of a request: a decode leg, where needed a prefill leg, and the KV that moves between them."""
+"""One attempt of a request: a decode leg, a prefill leg if one is needed, and the KV that moves between them."""
 
 import itertools
 import secrets
@@ -15,22 +15,23 @@ from gateway.link.worker_link import WorkerLink
 from gateway.request.request_record import RequestRecord
 from gateway.request.request_spec import make_taker
 
-_RENEW_S = 1.5  # of a lease, which lasts for LEAST_LEASE_S (baton/worker/settings.py) or longer
-_DOUBT_S = 1.0  # how long a fetch may still take once its source has lost its session with this gateway
+_RENEW_S = 1.5  # a lease is renewed this often; it lasts for LEAST_LEASE_S (baton/worker/settings.py) or longer
+_DOUBT_S = 1.0  # how long a fetch may still take once the session with its source is lost
 
-# Attempts are numbered through this process, from a random start: a request id that is used again gets new keys.
+# Attempts of this process are numbered from a random start, so that a request id that is used again gets new keys.
 _numbers = itertools.count(secrets.randbits(31))
 
 
 def new_key(key_id: str) -> Key:
-    """Return a key of this request that no worker knows yet."""
+    """Return a key for this request that no worker knows yet."""
     return key_id, next(_numbers) & 0xFFFFFFFF
 
 
 class Attempt:
-    """Open legs on workers, send their commands, and keep what is known of them.
+    """Open legs on workers, send their commands, and keep what is known of their progress.
 
-    `decode` is None until credit is asked for, `prefill` until a prefill worker is asked to read the prompt."""
+    `decode` is None until a decode worker is asked for credit, and `prefill` until a prefill worker is asked to read
+    the prompt."""
 
     __slots__ = (
         "decode",
@@ -58,24 +59,24 @@ class Attempt:
     )
 
     def __init__(self, key_id: str, mailbox: Mailbox, record: RequestRecord, deadline: float):
-        """`deadline`: time.monotonic() at which the request ends."""
+        """`deadline`: when the request ends (time.monotonic())."""
         self.decode: WorkerLeg | None = None
         self.prefill: WorkerLeg | None = None
-        self.chosen_at = 0.0  # when the decode worker was (time.monotonic())
-        self.prefill_link: WorkerLink | None = None  # chosen to prefill; None: the decode worker does
-        self.counted_prefill_link: WorkerLink | None = None  # of whose recent work reading the prompt is a part
+        self.chosen_at = 0.0  # when the decode worker was chosen (time.monotonic())
+        self.prefill_link: WorkerLink | None = None  # the worker that prefills; None: the decode worker does
+        self.counted_prefill_link: WorkerLink | None = None  # the worker whose recent work includes the prefill
         self.prefix_holder: WorkerLink | None = None  # gives a prefix to the worker that reads the prompt
-        self.spec: pb.RequestSpec | None = None  # until the answer begins
+        self.spec: pb.RequestSpec | None = None  # None again once the answer has begun
         self.fingerprint = b""  # of the spec
-        self.output_ids: Sequence[int] = ()  # that the spec carries
-        self.num_granted_tokens = 0  # that the decode worker has cached
+        self.output_ids: Sequence[int] = ()  # the tokens of earlier attempts that the spec carries
+        self.num_granted_tokens = 0  # tokens of the prompt that the decode worker has cached
         self.is_fetched = False
-        self.is_decoding = False  # decode steps run, or could
+        self.is_decoding = False  # decode steps run, or may run as soon as the KV is there
         self.has_stepped = False
-        self.doubt_until: float | None = None  # when a fetch is given up whose source may be gone
+        self.doubt_until: float | None = None  # when a fetch whose source may be gone is given up (time.monotonic())
         self.renew_at = 0.0  # when the lease is to be renewed (time.monotonic())
         self._lease_id = b""
-        self.prefills_on_admit = False  # the decode worker was asked to with Admit
+        self.prefills_on_admit = False  # Admit asked the decode worker to prefill
         self._prefix_source: PrefixSource | None = None
         self._key_id, self._mailbox, self._record, self._deadline = key_id, mailbox, record, deadline
 
@@ -86,12 +87,12 @@ class Attempt:
 
     @property
     def kv_source(self) -> WorkerLink | None:
-        """The worker that gives the decode worker KV of the prompt, or of its beginning, if any."""
+        """The worker from which the decode worker gets KV of the prompt, or of its beginning, if there is one."""
         return self.prefill_link or self.prefix_holder
 
     @property
     def has_lease(self) -> bool:
-        """Return whether the prefill worker keeps KV that is not fetched yet."""
+        """Return whether the prefill worker keeps KV that the decode worker has not fetched yet."""
         return bool(self._lease_id) and not self.is_fetched
 
     @property
@@ -101,12 +102,13 @@ class Attempt:
 
     @property
     def has_lost_decode_worker(self) -> bool:
-        """Return whether the session with the decode worker has ended. What comes before Lost in the mailbox finds a
-        link that says nothing of its worker any more."""
+        """Return whether the session with the decode worker has ended.
+
+        Events that were posted before Lost are handled while the link already has no worker, or another one."""
         return self.decode.link.worker_id != self.decode.worker_id
 
     def admit(self, link: WorkerLink, prefills_on_admit: bool) -> None:
-        """Ask a decode worker for credit; if `prefills_on_admit` to prefill as soon as it has granted that."""
+        """Ask a decode worker for credit, and, if `prefills_on_admit`, to prefill as soon as it has granted it."""
         self.chosen_at = now()
         self.decode = link.open(new_key(self._key_id), self._mailbox, self._record.tenant)
         self.decode.set_slo(self._record.routing_request.slo.tpot_s)
@@ -114,15 +116,16 @@ class Attempt:
         self.decode.send(admit=pb.Admit(spec=self.spec, prefill=self.prefills_on_admit))
 
     def drop_decode(self) -> None:
-        """Close the decode leg, whose worker has refused, or cannot be given the prompt."""
+        """Close the decode leg: its worker has refused, or no worker can prefill for it."""
         self.close()
         self.decode = None
 
     def prefill_on_decode_worker(
         self, holder: WorkerLink | None, hashes: Sequence[bytes], on_offer: Callable[[], None]
     ) -> None:
-        """Have the decode worker prefill the prompt, after it has pulled the spans `hashes` from `holder`, if any;
-        `on_offer` is called where it does."""
+        """Have the decode worker prefill the prompt, after it has pulled the spans `hashes` from `holder`, if any.
+
+        `on_offer` is called if the holder offers its KV in time."""
         self.prefix_holder = holder
         self.decode.num_prefill_tokens = len(self.spec.token_ids) - self.num_granted_tokens
         if self.prefills_on_admit:
@@ -133,8 +136,10 @@ class Attempt:
     def prefill_on_prefill_worker(
         self, holder: WorkerLink | None, hashes: Sequence[bytes], num_matched: int, on_offer: Callable[[], None]
     ) -> None:
-        """Have `prefill_link`, which holds `num_matched` tokens, prefill the prompt; it may pull `hashes` from
-        `holder`; `on_offer` is called where it does."""
+        """Have `prefill_link`, which holds `num_matched` tokens of it, prefill the prompt; it pulls the spans `hashes`
+        from `holder`, if any.
+
+        `on_offer` is called if the holder offers its KV in time."""
         self.prefix_holder = holder
         self.prefill = self.prefill_link.open(self.decode.key, self._mailbox, self._record.tenant)
         self.prefill.num_prefill_tokens = len(self.spec.token_ids) - num_matched
@@ -142,7 +147,7 @@ class Attempt:
         self._prefix_source.ask(holder, self.prefill_link, hashes, new_key(self._key_id), self._deadline)
 
     def drop_prefill(self) -> None:
-        """Close the prefill leg, whose worker has refused."""
+        """Close the prefill leg: its worker has refused."""
         self.prefill.close()
         self._prefix_source.close()
         self.prefill = self._prefix_source = None
@@ -153,37 +158,38 @@ class Attempt:
         self.decode.send(fetch=pb.Fetch(handle=accepted.handle, ticket=accepted.ticket))
 
     def prefill_rest(self) -> None:
-        """Have the decode worker read what the prefix that it has pulled leaves of the prompt."""
+        """Have the decode worker read the part of the prompt behind the prefix that it has pulled."""
         self.decode.send(prefill=pb.Prefill())
 
     def note_fetched(self) -> None:
-        """The decode worker has all KV of the prompt."""
+        """Note that the decode worker has all KV of the prompt."""
         self.is_fetched = True
         if self.prefill is not None:
             self.prefill.note_success()
 
     def renew_lease(self) -> None:
-        """Have the prefill worker keep the KV for longer."""
+        """Have the prefill worker keep the KV for longer, and set when to renew the lease again."""
         self.renew_at = now() + _RENEW_S
         self.prefill.send(renew_lease=pb.RenewLease(lease_id=self._lease_id))
 
     def doubt_fetch(self) -> None:
-        """Give an unfinished fetch little time: its source may be gone, or live on without a session to this
-        gateway. Later doubts give it no more."""
+        """Bound an unfinished fetch to _DOUBT_S: its source may be gone, or may live without a session to this gateway.
+
+        Further calls do not extend the time."""
         if self.prefill_link is not None and not self.is_fetched and self.doubt_until is None:
             self.doubt_until = now() + _DOUBT_S
 
     def start(self, first_tokens: Sequence[pb.FirstToken]) -> None:
-        """Decode behind these, where another worker has computed them; the prompt is forgotten here.
+        """Have the decode worker decode behind `first_tokens`, if another worker computed them, and forget the prompt.
 
-        It would be most of what an open stream takes in memory."""
+        The prompt would be most of the memory that an open stream takes."""
         if first_tokens and self.prefill_link is not None:
             self.decode.send(start=pb.Start(first_tokens=first_tokens))
         self.spec = None
         self.is_decoding = bool(first_tokens)
 
     def resume(self, leg: WorkerLeg) -> None:
-        """Decode in a leg that is attached to a running sequence, which has all its KV."""
+        """Continue with `leg`, which is attached to a running sequence that has all its KV."""
         self.decode = leg
         self.decode.set_slo(self._record.routing_request.slo.tpot_s)
         self.is_decoding = self.is_fetched = True
@@ -193,11 +199,11 @@ class Attempt:
         for leg in (self.decode, self._prefix_source, self.prefill):
             if leg is not None:
                 leg.close()
-        self._prefix_source = None  # it calls back: kept, it would wait for the collector of circles
+        self._prefix_source = None  # it refers back to this object: kept, both would wait for the garbage collector
         self._lease_id = b""
 
     def _send_local_prefill(self, sources: list[pb.KVSource], holder: str | None) -> None:
-        """Pull what another worker offers, and compute once it is there; without an offer compute at once."""
+        """Have the decode worker pull the prefix that a holder offers; without an offer, have it prefill now."""
         self._record.source = holder
         if sources:
             self.decode.send(fetch=pb.Fetch(handle=sources[0].handle, ticket=sources[0].ticket))

@@ -1,4 +1,4 @@
-"""Ask another worker for a prefix that it holds, before it would be computed again.
+"""Ask another worker to offer a prefix that it holds, so that the prefix is not computed again.
 
 Offer{spans, taker} ─► holder ─ Offered ─► Prefill.sources
                               └ NotHere, refused, lost, or no answer within OFFER_WAIT_S: compute it
@@ -13,17 +13,17 @@ from gateway.link.worker_leg import Key
 from gateway.link.worker_link import WorkerLink
 from gateway.request.request_spec import make_taker
 
-OFFER_WAIT_S = 0.02  # the holder answers from its ledger, and the prompt waits for it
+OFFER_WAIT_S = 0.02  # short: the holder answers from its ledger, and the prompt waits for the answer
 
 
 class PrefixSource:
-    """Send at most one Offer, and call back once with what it brings. It is the EventSink of its leg."""
+    """Send at most one Offer, and call back once with its result. It is the EventSink of its leg."""
 
     __slots__ = ("_on_settled", "_on_offer", "_leg", "_timer", "_is_pending")
 
     def __init__(self, on_settled: Callable[[list[pb.KVSource], str | None], None], on_offer: Callable[[], None]):
-        """`on_settled(sources, holder's address)` is called once, with ([], None) where no prefix comes in time; never
-        after `close()`. `on_offer()` is called before that where one comes in time."""
+        """`on_settled(sources, holder's address)` is called once, with ([], None) if no offer comes in time, and never
+        after `close()`. If an offer comes in time, `on_offer()` is called before `on_settled`."""
         self._on_settled, self._on_offer = on_settled, on_offer
         self._leg = self._timer = None
         self._is_pending = True
@@ -33,7 +33,8 @@ class PrefixSource:
     ) -> None:
         """Ask `holder` to offer the prompt's leading spans `hashes` to `taker` until `deadline` (time.monotonic()).
 
-        Without a holder it settles at once. `key` is of the Offer alone: the holder may know the request's own key."""
+        Without a holder, `on_settled` is called before this returns. `key` is used by the Offer only: the holder may
+        know the key of the request itself."""
         if holder is None:
             self._settle([], None)
             return
@@ -43,22 +44,22 @@ class PrefixSource:
         self._leg.send(offer=pb.Offer(spans=chain, taker=make_taker(taker), budget_ms=budget_ms(deadline)))
 
     def post(self, leg, event) -> None:
-        """Take the holder's answer."""
+        """Settle with the holder's answer: an offer, or any other event as a refusal."""
         if isinstance(event, pb.Offered):
             self._settle([pb.KVSource(handle=event.handle, ticket=event.ticket)], leg.link.address)
         else:
             self._settle([], None)
 
     def add(self, leg, *row) -> None:
-        """Take tokens, which were not asked for, as a refusal."""
+        """Settle without an offer: tokens were not asked for."""
         self._settle([], None)
 
     def flush(self) -> bool:
-        """Return False: nothing is ever held back."""
+        """Return False: no tokens ever wait here."""
         return False
 
     def close(self) -> None:
-        """Give the lease back and never call back again. Idempotent."""
+        """Give the lease back, and make sure that no callback is called any more. Idempotent."""
         self._is_pending = False
         if self._leg is not None:
             self._timer.cancel()
@@ -72,5 +73,5 @@ class PrefixSource:
             self._timer.cancel()
             self._on_offer()
         else:
-            self.close()  # gives back what is offered too late
+            self.close()  # gives back the lease of an offer that comes too late
         self._on_settled(sources, holder)

@@ -1,4 +1,4 @@
-"""Attach to a sequence that still decodes on a worker, or is parked there, instead of starting it over.
+"""Attach to a sequence that a worker still decodes, or has parked, instead of computing it again.
 
 session lost ─► the worker answers Hello again ─ Attach ─► Granted: tokens continue    NotHere, lost, or no answer
 client resumes ─ Attach to decode workers ───────────────► Granted, the first one      in ATTACH_WAIT_S: start over
@@ -14,39 +14,40 @@ from gateway.link.worker_leg import WorkerLeg
 from gateway.link.worker_link import WorkerLink
 
 ATTACH_WAIT_S = 0.5  # a worker answers from memory, and the client waits
-MAX_ASKED = 32  # decode workers, those with the longest prefixes first
+MAX_ASKED = 32  # decode workers that are asked; those with the longest matching prefixes come first
 
 
 class Reattach:
-    """Look for one sequence on workers, with one leg for each that is asked."""
+    """Look for one sequence on workers, with one leg for each worker that is asked."""
 
     def __init__(self, key_id: str, mailbox: Mailbox, attach: pb.Attach, deadline: float):
-        """`attach`: what the workers are asked, but for the key and the time; `deadline`: time.monotonic()."""
+        """`attach`: the command to workers, without its key and budget; `deadline`: time.monotonic()."""
         self._key_id, self._mailbox, self._attach, self._deadline = key_id, mailbox, attach, deadline
-        self._legs: dict[WorkerLeg, bytes] = {}  # to the id of the worker that is meant
+        self._legs: dict[WorkerLeg, bytes] = {}  # leg -> id of the worker that may have the sequence
 
     def __contains__(self, leg: WorkerLeg | None) -> bool:
         return leg in self._legs
 
     @property
     def is_exhausted(self) -> bool:
-        """Return whether no worker is left to answer."""
+        """Return whether no worker is left that could still answer."""
         return not self._legs
 
     def ask(self, links: Iterable[WorkerLink], num_received: int) -> None:
-        """Send Attach to each worker. The `num_received` tokens that the client has come again at once: they do not
-        count as unread."""
+        """Send Attach to each worker. They send the `num_received` tokens that the client has once more, all together;
+        these do not count as unread."""
         for link in links:
             self._send(self._open(link, link.worker_id, num_received))
 
     def wait_for(self, link: WorkerLink, worker_id: bytes) -> None:
-        """Send Attach to the worker whose session was lost, once it is back: its leg gets Rejoined, or Lost again."""
+        """Send Attach to a worker whose session was lost as soon as it is back; its leg gets Rejoined, or Lost
+        again."""
         leg = self._open(link, worker_id)
         if link.hello is not None:
             self.send_again(leg)
 
     def send_again(self, leg: WorkerLeg) -> None:
-        """Send Attach again, unless another worker answers at the same address: it knows nothing."""
+        """Send Attach again, or give up if another worker, which cannot have the sequence, is now at the address."""
         if leg.link.worker_id == self._legs[leg]:
             self._send(leg)
         else:
@@ -58,7 +59,7 @@ class Reattach:
         leg.close()
 
     def take(self, leg: WorkerLeg) -> WorkerLeg:
-        """Return the leg of the worker that continues, after closing all others."""
+        """Return `leg`, whose worker continues the sequence, after closing all other legs."""
         del self._legs[leg]
         self.close()
         leg.worker_id = leg.link.worker_id
@@ -70,8 +71,10 @@ class Reattach:
             self.drop(leg)
 
     def _open(self, link: WorkerLink, worker_id: bytes, num_received: int = 0) -> WorkerLeg:
-        """Return a leg. Beside the tokens that the client has, those come at once that were written while nobody could
-        read them: they have a bound of their own."""
+        """Return a new leg on `link`.
+
+        Its first message has the tokens that the client has, and those written while nobody could read them. Both may
+        exceed the bound of unread tokens."""
         leg = link.open(new_key(self._key_id), self._mailbox)
         leg.num_unread = -num_received - link.max_unread_tokens
         self._legs[leg] = worker_id

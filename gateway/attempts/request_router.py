@@ -1,4 +1,4 @@
-"""Find workers for one request, past those that have refused or failed it."""
+"""Find workers for one request, except those that have refused or failed it."""
 
 from collections.abc import Set
 
@@ -14,8 +14,7 @@ from kvtransfer.naming import SPAN_TOKENS
 
 
 class RequestRouter:
-    """What the router of the model finds for this request, by what its answer is like and which workers it has
-    tried."""
+    """Ask the model's Router on behalf of one request, with its length so far and the workers that it has tried."""
 
     __slots__ = ("_router", "_matches", "_record", "_answer", "_tried")
 
@@ -25,7 +24,7 @@ class RequestRouter:
 
     @property
     def request(self) -> RoutingRequest:
-        """The request as routing sees it: an answer that is continued is read like a part of the prompt."""
+        """The request as routing sees it: the tokens of an answer that is continued count like the prompt's."""
         request = self._record.routing_request
         if len(self._answer.choices) > 1:
             return request
@@ -38,7 +37,7 @@ class RequestRouter:
 
     @property
     def max_start_wait_s(self) -> float:
-        """Return the longest wait for a worker that starts."""
+        """Return how many seconds the request may wait for a worker that starts."""
         return self._router.max_start_wait_s
 
     def expects_worker(self) -> bool:
@@ -46,78 +45,78 @@ class RequestRouter:
         return self._router.expects_worker(self.request)
 
     def route(self) -> Placement:
-        """Choose the workers. Raises Unavailable."""
+        """Choose the workers for the next attempt. Raises NoWorker."""
         return self._router.route(self.request, self._matches, self._tried.exclusions)
 
     def prefill_for(self, taker: WorkerLink) -> WorkerLink | None:
-        """Return a prefill worker that `taker` can take KV from; None: `taker` reads the prompt. Raises Unavailable."""
+        """Return a prefill worker that `taker` can take KV from; None: `taker` reads the prompt. Raises NoWorker."""
         return self._router.prefill_for(taker, self.request, self._matches, self._tried.exclusions)
 
     def prefix_holder_for(self, taker: WorkerLink) -> WorkerLink | None:
-        """Return a worker from which `taker` should pull a prefix, or None."""
+        """Return a worker from which `taker` should pull a prefix; None: it should pull none."""
         return self._router.holder_for(taker, self._matches, self._tried.failed - self._tried.leaving)
 
     def is_usable(self, link: WorkerLink) -> bool:
-        """Return whether this worker serves and has not refused."""
+        """Return whether this worker serves and has not refused the request."""
         return link.is_serving and link.worker_id not in self._tried.refused
 
     def has_untried(self, role: str) -> bool:
-        """Return whether a worker serves in this role that could hold the request and has neither refused nor failed
+        """Return whether a worker of this role serves that could hold the request and has neither refused nor failed
         it."""
         return self._has_other(role, self._tried.avoided)
 
     def has_another(self, role: str, than: bytes = b"") -> bool:
-        """Return whether a worker other than `than` serves in this role that could hold the request, and is not set
+        """Return whether a worker of this role other than `than` serves, could hold the request and is not set
         aside."""
         return self._has_other(role, frozenset((than,)))
 
     def has_any(self, role: str) -> bool:
-        """Return whether a worker serves in this role that could hold the request, be it set aside."""
+        """Return whether a worker of this role serves that could hold the request, even one that is set aside."""
         return self._router.has_any(role, self.request, self._tried.unable)
 
     def _has_other(self, role: str, avoid: Set[bytes]) -> bool:
         return self._router.has_other(role, self.request, avoid | self._tried.unable)
 
     def note_refusal(self, link: WorkerLink, refused: pb.Refused) -> None:
-        """`link` has no room for the request, or says that it can never take it."""
+        """Note that `link` has no room for the request, or can never take it."""
         self._tried.note_refusal(link.worker_id, refused)
         self._record.note_retry(link.name, refused.reason)
 
     def forget_refusals(self) -> None:
-        """Ask every worker again."""
+        """Let workers that refused be asked again."""
         self._tried.forget_refusals()
 
     def note_failure(self, worker_id: bytes, is_leaving: bool) -> None:
-        """This worker has failed the request; if `is_leaving`, only because it drains."""
+        """Note that a worker failed the request; `is_leaving`: only because the worker drains."""
         self._tried.note_failure(worker_id, is_leaving)
 
     def note_fetch_started(self, source: WorkerLink | None, taker: WorkerLink, chosen_at: float) -> None:
-        """KV of `source`, if any, is fetched by `taker`; they were chosen at `chosen_at` (time.monotonic())."""
+        """Note that `taker` fetches KV from `source`, if any; the two were chosen at `chosen_at` (time.monotonic())."""
         if source is not None:
             self._router.note_fetch_started(source, taker, chosen_at)
 
     def note_fetch_failed(self, source: WorkerLink, taker: WorkerLink, why: str) -> bool:
-        """No KV of `source` came to `taker`: requests use other pairs for a while. Return False where it was known that
-        none might."""
+        """Note that no KV of `source` arrived at `taker`: requests use other pairs for a while. Return False if this
+        was only a try of a pair that had failed before."""
         return self._router.note_fetch_failed(source, taker, why)
 
     def note_fetch_done(self, source: WorkerLink | None, taker: WorkerLink) -> None:
-        """KV of `source`, if any, came to `taker`."""
+        """Note that KV of `source`, if any, arrived at `taker`."""
         if source is not None:
             self._router.note_fetch_done(source, taker)
 
     def note_holder(self, worker_id: bytes, num_output_tokens: int = 0) -> None:
-        """This worker has read the prompt and written `num_output_tokens` of the answer: it holds their spans."""
+        """Note that a worker holds the spans of the prompt and of `num_output_tokens` of the answer."""
         self._matches.note(worker_id, (self._record.num_prompt_tokens + num_output_tokens - 1) // SPAN_TOKENS)
 
     def num_matched_spans(self, link: WorkerLink) -> int:
-        """Return how many spans of the prompt this worker holds."""
+        """Return how many leading spans of the prompt this worker holds."""
         return self._matches.get(link.worker_id)
 
     def num_matched_tokens(self, link: WorkerLink) -> int:
-        """Return how many tokens of the prompt this worker holds."""
+        """Return how many leading tokens of the prompt this worker holds, in whole spans."""
         return self.num_matched_spans(link) * SPAN_TOKENS
 
     def decode_links(self, most: int) -> list[WorkerLink]:
-        """Return at most `most` serving workers that may have the sequence, longest prefix first."""
+        """Return at most `most` serving workers that may have the sequence, those with the longest prefix first."""
         return sorted(self._router.decode_workers(), key=self.num_matched_spans, reverse=True)[:most]

@@ -1,4 +1,4 @@
-"""The workers that one request has asked in vain."""
+"""The workers that have refused or failed one request."""
 
 from baton.v1 import worker_pb2 as pb
 from gateway.fleet.router import Exclusions
@@ -8,8 +8,10 @@ _NONE: frozenset[bytes] = frozenset()
 
 
 class TriedWorkers:
-    """Workers are named by their ids: `refused` have no room now, `failed` have failed this request, of which `leaving`
-    only drain and may still give KV; `unable` have said that they can never take it, and are not asked again."""
+    """The workers that one request has tried, by their ids.
+
+    `refused` have no room now. `failed` have failed the request; `leaving` are those among them that only drain, and
+    may still give KV. `unable` have said that they can never take the request, and are not asked again."""
 
     __slots__ = ("refused", "failed", "leaving", "unable")
 
@@ -18,26 +20,26 @@ class TriedWorkers:
 
     @property
     def avoided(self) -> frozenset[bytes]:
-        """Those after which others are asked first."""
+        """Workers that are asked only after all others."""
         return self.failed | self.refused
 
     @property
     def exclusions(self) -> Exclusions:
-        """What the router is told of them."""
+        """The tried workers as the router takes them."""
         return Exclusions(self.avoided, self.unable)
 
     def note_refusal(self, worker_id: bytes, refused: pb.Refused) -> None:
-        """This worker has no room for the request, or says that it can never take it."""
+        """Note that a worker has no room for the request, or can never take it."""
         self.refused |= {worker_id}
         if refused.reason in NEVER_HERE:
             self.unable |= {worker_id}
 
     def forget_refusals(self) -> None:
-        """Let every worker be asked again."""
+        """Let workers that refused be asked again, except those that can never take the request."""
         self.refused = _NONE
 
     def note_failure(self, worker_id: bytes, is_leaving: bool = False) -> None:
-        """This worker has failed the request; if `is_leaving`, only because it drains."""
+        """Note that a worker failed the request; `is_leaving`: only because the worker drains."""
         self.failed |= {worker_id}
         if is_leaving:
             self.leaving |= {worker_id}
