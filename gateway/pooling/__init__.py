@@ -1,1 +1,1 @@
-"""Prompts that are read and not answered, for embeddings and scores: what a prefill worker makes of each."""
+"""Read prompts that need no answer, for embeddings and scores: a prefill worker returns a vector for each."""

@@ -1,4 +1,4 @@
-"""The path of one call whose prompts are read and not answered: validated prompts -> tokens -> workers -> vectors."""
+"""The path of one call for embeddings or scores: validated prompts -> tokens -> workers -> vectors."""
 
 import itertools
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ from gateway.routing.routing import RoutingRequest
 
 
 class PoolingPipeline:
-    """Have prompts of one model read, with the parts of its pipeline for answers. Belongs to the event loop."""
+    """Get the vectors of prompts from workers, with the parts of the model's Pipeline. Belongs to the event loop."""
 
     def __init__(self, answers: Pipeline):
         self._answers = answers
@@ -33,7 +33,7 @@ class PoolingPipeline:
     async def pool_prompts(
         self, batch: PromptBatch, model: ServedModel, deadline: float, record: RequestRecord
     ) -> list[Sequence[float]]:
-        """Return what prefill workers make of the prompts of one call. Raises BatonError."""
+        """Return the vector that a prefill worker makes of each prompt of one call. Raises BatonError."""
         first, admission = batch.prompts[0], self._answers.admission
         record.validated = first
         self._answers.check_free(first)
@@ -52,7 +52,7 @@ class PoolingPipeline:
     async def _requests(
         self, batch: PromptBatch, model: ServedModel, deadline: float, record: RequestRecord, reservation: Reservation
     ) -> list[PoolingRequest]:
-        """Tokenize the prompts and pay for them. Raises BatonError."""
+        """Tokenize the prompts, pay for them, and return a PoolingRequest for each. Raises BatonError."""
         answers, first = self._answers, batch.prompts[0]
         all_ids = await self._tokenize(batch, model, deadline, record)
         num_tokens, slo = sum(map(len, all_ids)), answers.slo_of(first)
@@ -75,7 +75,7 @@ class PoolingPipeline:
     async def _tokenize(
         self, batch: PromptBatch, model: ServedModel, deadline: float, record: RequestRecord
     ) -> list[Sequence[int]]:
-        """Return the ids of each prompt. Raises BatonError, with the place of a prompt that is wrong."""
+        """Return the token ids of each prompt. Raises BatonError, which says where in the call a wrong prompt is."""
         all_ids, record.num_prompt_tokens = [], 0
         for index, validated in enumerate(batch.prompts):
             try:
@@ -93,8 +93,8 @@ class PoolingPipeline:
     def _check_wait(
         self, first: ValidatedRequest, num_tokens: int, slo: Slo, deadline: float, record: RequestRecord
     ) -> None:
-        """Record how queues see the call, of `num_tokens` in all. Raises Overloaded if it would have to wait for too
-        long."""
+        """Record the call, with `num_tokens` in all its prompts, as queues see it. Raises Overloaded if it would have
+        to wait for too long."""
         record.queued = QueuedRequest(
             rank=rank(record.stamps.received, slo, first.priority),
             num_tokens=num_tokens,
@@ -121,7 +121,7 @@ def _routing_request(validated: ValidatedRequest, num_tokens: int, slo: Slo, ten
 
 
 def _note_waits(pooled: Sequence[PooledPrompt], record: RequestRecord, loop: LoopDelay) -> None:
-    """Record what the call waited for: of lines the longest wait, of workers the last."""
+    """Record what the call waited for: the longest wait of its prompts in a queue, and delays of the last worker."""
     measured, link = record.measured, pooled[-1].link
     note_pooling_phases([each.stamps for each in pooled], record.stamps, measured)
     for bottleneck, waited_s in itertools.chain.from_iterable(each.waited_s.items() for each in pooled):

@@ -1,5 +1,5 @@
-"""Prompts that are read and not answered: each is asked of one prefill worker after the other until one gives its
-vector, several of a call at a time."""
+"""Get the vectors of prompts: ask one prefill worker after the other until one returns the vector, for several prompts
+of a call at a time."""
 
 import asyncio
 from collections.abc import Iterable, Sequence
@@ -25,12 +25,12 @@ from gateway.request.request_state import RequestState
 from gateway.request.timing import PoolingStamps
 from gateway.routing.routing import AWAITS_ADAPTER, RoutingRequest
 
-MAX_AT_ONCE = 16  # prompts of one call that are on workers
-_DOUBT_POLL_S = 0.02  # while workers that are gone may be back
+MAX_AT_ONCE = 16  # prompts of one call that workers read at the same time
+_DOUBT_POLL_S = 0.02  # between two looks whether a lost worker is back
 
 
 class PromptParts(NamedTuple):
-    """What the prompts of one call share. `deadline`: time.monotonic()."""
+    """The parts that the prompts of one call share. `deadline`: time.monotonic()."""
 
     router: Router
     queues: WaitingQueues
@@ -41,31 +41,32 @@ class PromptParts(NamedTuple):
 
 
 class PooledPrompt(NamedTuple):
-    """What came of a prompt: its vector, who read it, and how long that took."""
+    """The result of a prompt: its vector, the worker that read it, and how long that took."""
 
     pooled: Sequence[float]
     link: WorkerLink
     stamps: PoolingStamps
-    waited_s: dict[str, float]  # in line, by what was waited for there
+    waited_s: dict[str, float]  # seconds in queues, by what the queue waits for
 
 
 class PoolingRequest:
-    """One prompt on its way to its vector."""
+    """One prompt for which a worker is to return a vector."""
 
     def __init__(
         self, parts: PromptParts, spec: pb.RequestSpec, routing: RoutingRequest, queued: QueuedRequest, digest: bytes
     ):
-        """`digest`: of the prompt, by which one that workers die of is known. Raises BatonError for such a one."""
+        """`digest` identifies the prompt if it must be quarantined because workers died of it. Raises BatonError if it
+        is quarantined already."""
         self._parts, self._spec, self._routing = parts, spec, routing
         self._mailbox, self._has_room = Mailbox(), asyncio.Event()
         self._place = QueuePlace(queued, self._note_room, queued.max_wait_s)
         self._tried, self._budget = TriedWorkers(), FailureBudget(parts.budget, digest)
-        self._awaits_adapter = False  # as its last refusal says
-        self.num_prefilled_tokens = 0  # those of the prompt, once it is read
+        self._awaits_adapter = False  # whether the last refusal was for an adapter that is not loaded yet
+        self.num_prefilled_tokens = 0  # the prompt's tokens, once a worker has read it
         parts.budget.begin(digest)
 
     async def run(self) -> PooledPrompt:
-        """Return what a worker has made of the prompt. Raises BatonError. Nothing of it is left on workers."""
+        """Return what a worker made of the prompt; nothing of it is left on workers. Raises BatonError."""
         record, queue, begun = self._parts.record, self._parts.queues.prefill, now()
         record.stamps.routed = record.stamps.granted = record.stamps.routed or now()
         try:
@@ -77,7 +78,7 @@ class PoolingRequest:
                 except NoWorker as error:
                     await self._wait_for_worker(error)
                     continue
-                if link.worker_id in self._tried.refused:  # all have
+                if link.worker_id in self._tried.refused:  # all workers have refused
                     self._tried.forget_refusals()
                     await self._wait_for_room()
                     continue
@@ -94,7 +95,8 @@ class PoolingRequest:
             self._mailbox.close()
 
     async def _ask(self, leg: WorkerLeg) -> pb.Done | None:
-        """Return the worker's answer, or None where another must be asked. Raises BatonError where none must."""
+        """Return the worker's answer, or None if another worker must be asked. Raises BatonError if no other worker may
+        be asked."""
         record, stamps = self._parts.record, self._parts.record.stamps
         record.phase, record.num_attempts = RequestState.PREFILLING, max(1, record.num_attempts)
         stamps.prefill_sent = stamps.prefill_sent or now()
@@ -113,14 +115,14 @@ class PoolingRequest:
                 until = self._silence_until()
             source, message = entry or (None, None)
             if source is not leg:
-                continue  # of one that was asked before
+                continue  # an event of a worker that was asked before
             if isinstance(message, pb.Granted):
                 until = self._parts.deadline
                 self._place.leave(served=True)
                 self._place.note_running()
                 leg.link.recent_load.add(self._parts.router.prefill_s(self._routing.num_tokens), now())
             if isinstance(message, pb.Done) and self._is_whole(message):
-                self._place.leave(served=True)  # an older worker has sent no Granted
+                self._place.leave(served=True)  # older workers send no Granted
                 leg.note_success()
                 self.num_prefilled_tokens = self._routing.num_tokens
                 return message
@@ -132,13 +134,14 @@ class PoolingRequest:
                 return None
 
     def _silence_until(self) -> float:
-        """Return until when a worker that was asked now may say nothing (time.monotonic())."""
+        """Return until when a worker that is asked now may be silent (time.monotonic())."""
         at = now()
         return min(self._parts.deadline, at + answer_s(self._parts.deadline - at))
 
     def _leaves_silent(self, leg: WorkerLeg, late_s: float) -> bool:
-        """Return whether another worker is there for the one that does not answer, which was due `late_s` ago. Where
-        there is none it may still answer."""
+        """Return whether to leave the worker, whose answer was due `late_s` ago, since another worker is there.
+
+        If there is none, the silence is counted as a failure, and the worker may still answer."""
         if late_s > LATE_S:
             return False
         if self._parts.router.has_other("prefill", self._routing, self._tried.unable | {leg.worker_id}):
@@ -147,7 +150,7 @@ class PoolingRequest:
         return False
 
     def _is_whole(self, done: pb.Done) -> bool:
-        """Return whether it brings as many numbers as were asked for."""
+        """Return whether the vector has as many numbers as the request asks for."""
         num, asked = len(done.pooled), self._spec.pooling
         return num > 0 and num == (len(asked.label_token_ids) or asked.dimensions or num)
 
@@ -160,8 +163,10 @@ class PoolingRequest:
         self._parts.record.note_retry(leg.link.name, refused.reason)
 
     async def _note_failure(self, leg: WorkerLeg, message: Lost | Stalled | pb.Ended | pb.Done | None) -> None:
-        """Count an end without a vector, or silence (None); from now on its worker is avoided. Raises BatonError if
-        none must be asked, once that is certain."""
+        """Count an end without a vector, or silence (None), and avoid the worker from now on.
+
+        Returns only once it is known that lost workers are not coming back. Raises BatonError if no other worker may be
+        asked."""
         if isinstance(message, pb.Ended) and message.code:
             error = from_code(message.code, message.message, reason=message.reason or None)
         else:
@@ -181,7 +186,7 @@ class PoolingRequest:
     # ---- waiting ----
 
     async def _wait_for_worker(self, error: NoWorker) -> None:
-        """Wait in line for a worker that starts, or is back soon. Raises `error` where none may come, or none came."""
+        """Wait in a queue for a worker that starts or reconnects. Raises `error` if none may come, or none came."""
         router = self._parts.router
         if not router.may_come("prefill", self._routing):
             raise error
@@ -191,7 +196,8 @@ class PoolingRequest:
             raise error
 
     async def _wait_for_room(self) -> None:
-        """Wait in line until a worker may have room, or none serves any more. Raises Overloaded, DeadlineExceeded."""
+        """Wait in a queue until a worker may have room, or none serves any more. Raises Overloaded and
+        DeadlineExceeded."""
         if self._awaits_adapter:
             self._place.join_for_worker(self._parts.queues.prefill_start)
         else:
@@ -200,7 +206,8 @@ class PoolingRequest:
             self._place.time_out()
 
     async def _wait(self) -> bool:
-        """Wait until it is to look again; return whether it may wait on. Raises DeadlineExceeded."""
+        """Wait until it is time to look for a worker again; return whether the request may wait longer afterwards.
+        Raises DeadlineExceeded."""
         self._parts.record.phase = RequestState.AWAITING_PREFILL
         self._has_room.clear()
         until = min(self._parts.deadline, self._place.wake_at)
@@ -221,8 +228,9 @@ class PoolingRequest:
 
 
 async def pool_all(requests: Sequence[PoolingRequest], num_at_once: int) -> list[PooledPrompt]:
-    """Return what workers made of the prompts, in their order. Raises what the first of them to fail does; then the
-    others are given up too."""
+    """Return what workers made of the prompts, in the order of `requests`, with `num_at_once` on workers at a time.
+
+    If one fails, the others are cancelled, and its error is raised."""
     found: list[PooledPrompt | None] = [None] * len(requests)
     waiting = iter(enumerate(requests))
 
