@@ -1,1 +1,1 @@
-"""The session with one worker: commands out, events of each leg in, tokens in batches."""
+"""The session with one worker: commands go out, events of each leg come in, tokens come in batches."""

@@ -1,4 +1,4 @@
-"""The events of one request's legs, in one place and in order of arrival."""
+"""The mailbox of one request: the events of all its legs, in order of arrival."""
 
 import asyncio
 import contextvars
@@ -12,22 +12,22 @@ from baton.v1 import inference_pb2
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """The session has ended, and with it this leg."""
+    """The session with the worker has ended, and this leg with it."""
 
     reason: str
 
 
 class Rejoined:
-    """The session is up, for a leg that was opened while it was not."""
+    """The session is up again; posted to legs that were opened while it was not."""
 
 
 class Stalled:
-    """The worker's engine does not step, though its session is alive. It comes again with each report that says so."""
+    """The worker's engine does not step, though its session is alive; posted again with each report that says so."""
 
 
 @dataclass(slots=True)
 class Tokens:
-    """Tokens of one choice, in order: a row of a StepOutput, and rows that continue it unread."""
+    """Tokens of one choice, in order: one row of a StepOutput, joined with later rows while nobody has read it."""
 
     choice: int
     first_index: int
@@ -37,7 +37,7 @@ class Tokens:
 
 
 class Overflow:
-    """More tokens are unread than the bound allows; the leg was cancelled."""
+    """More tokens are unread than the bound allows, and the leg was cancelled."""
 
 
 class EventSink(Protocol):
@@ -50,23 +50,23 @@ class EventSink(Protocol):
         """Take a row of tokens that may wait for `flush`."""
 
     def flush(self) -> bool:
-        """Pass on what has waited; return whether there is something."""
+        """Pass on the rows that have waited; return whether there were any."""
         ...
 
 
 class _Done:
-    """It takes no turn of the event loop."""
+    """An awaitable that is done: to await it takes no turn of the event loop."""
 
     def __await__(self) -> Iterator[None]:
         return iter(())
 
 
 _DONE = _Done()
-_CONTEXT = contextvars.Context()  # of all timers: each would have a copy of its own
+_CONTEXT = contextvars.Context()  # shared by all timers: else each would keep a copy
 
 
 class Mailbox:
-    """Events of one request, in order of arrival. It has one reader, which is woken by some and not by others."""
+    """A queue of one request's events with one reader. Some events wake the reader, tokens may wait for `flush`."""
 
     __slots__ = (
         "_entries",
@@ -81,23 +81,23 @@ class Mailbox:
     )
 
     def __init__(self) -> None:
-        self._entries: list = []  # few: a deque sets 64 places aside
+        self._entries: list = []  # few at a time: a deque would reserve memory for 64
         self._called = False
         self._waiting: asyncio.Future | None = None
-        self._until = 0.0  # when that wait is over
-        self._timer: asyncio.TimerHandle | None = None  # stays from one wait to the next: most end at the same time
+        self._until = 0.0  # when the reader's wait is over
+        self._timer: asyncio.TimerHandle | None = None  # kept from one wait to the next: most end at the same time
         self._timer_at = 0.0
-        self._loop: asyncio.AbstractEventLoop | None = None  # kept: asking for it is a system call, once a message
+        self._loop: asyncio.AbstractEventLoop | None = None  # kept: to ask for it is a system call for each message
         self._timeout: asyncio.Timeout | None = None
         self._timeout_at = 0.0
 
     def post(self, leg, event) -> None:
-        """Add an event and wake the reader. `leg`: None for events of the gateway itself."""
+        """Add an event and wake the reader. `leg` is None for events of the gateway itself."""
         self._entries.append((leg, event))
         self._call()
 
     def add(self, leg, choice: int, first_index: int, token_ids, logprobs, finish_reason: int) -> None:
-        """Add a row of tokens without waking the reader: see `flush`."""
+        """Add a row of tokens without waking the reader; `flush` wakes it."""
         last_leg, last = self._entries[-1] if self._entries else (None, None)
         is_next = last_leg is leg and type(last) is Tokens and last.choice == choice and not last.finish_reason
         if is_next and last.first_index + len(last.token_ids) == first_index:
@@ -114,15 +114,17 @@ class Mailbox:
         return bool(self._entries)
 
     def take(self) -> tuple | None:
-        """Return the next (leg, event), or None."""
+        """Remove and return the next (leg, event), or return None if there is none."""
         if self._entries:
             return self._entries.pop(0)
         self._called = False
         return None
 
     def wait(self, until: float) -> Awaitable[None]:
-        """Return what is done once the reader is woken since it found nothing, or at `until` (time.monotonic()). No
-        coroutine: that would be a quarter KB of an open stream."""
+        """Return an awaitable for the next event since `take` returned None; it is done at `until` (time.monotonic())
+        at the latest.
+
+        This is no coroutine, which would add a quarter KB to an open stream."""
         if self._called:
             return _DONE
         loop = self._loop = self._loop or asyncio.get_running_loop()
@@ -132,22 +134,23 @@ class Mailbox:
         return self._waiting
 
     def set_timeout(self, timeout: asyncio.Timeout, at: float) -> None:
-        """End what the reader does elsewhere by `timeout`, at `at` (time.monotonic()). It has no timer of its own,
-        which would be 0.7 KB of an open stream: see `arm_timeout`."""
+        """Let `timeout` end what the reader does outside of this mailbox, at `at` (time.monotonic()).
+
+        The timeout shares the mailbox's timer, since one of its own would add 0.7 KB to an open stream."""
         self._timeout, self._timeout_at = timeout, at
 
     def arm_timeout(self) -> None:
-        """The reader may be away for long: make sure that a timer rings by then."""
+        """Make sure that a timer runs that ends the timeout: the reader may not wait here for a long time."""
         if self._timer is None and self._timeout is not None:
             self._set_timer(asyncio.get_running_loop(), self._timeout_at)
 
     def interrupt(self) -> None:
-        """End what the reader does elsewhere by its timeout, now; one that waits here is woken by what is posted."""
+        """Let the timeout end now, unless the reader waits here: then a posted event wakes it."""
         if self._timeout is not None and not self._is_awaited:
             self._end_timeout()
 
     def close(self) -> None:
-        """Cancel the timer, and drop what is unread: it names legs, and they lead back here."""
+        """Cancel the timer, and drop unread events: they refer to legs, which refer back to this mailbox."""
         self._stop_timer()
         self._timeout = None
         self._entries.clear()
@@ -174,8 +177,9 @@ class Mailbox:
             self._waiting.set_result(None)
 
     def _set_timer(self, loop: asyncio.AbstractEventLoop, until: float) -> None:
-        """Make sure that it rings by `until`. One that rings too early is set again: setting one takes 5 us, once a
-        message."""
+        """Make sure that the timer rings by `until`.
+
+        A timer that rings too early is set again when it rings: to set one for every message would take 5 us each."""
         if self._timer is not None and self._timer_at > until:
             self._stop_timer()
         if self._timer is None:

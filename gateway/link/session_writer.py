@@ -1,4 +1,4 @@
-"""The one task that writes the commands of a session."""
+"""Write the commands of a session to its stream, in one task."""
 
 import asyncio
 import logging
@@ -16,10 +16,10 @@ log = logging.getLogger(__name__)
 def start_writer(
     call, outbox: "asyncio.Queue[pb.Command]", address: str, on_failure: Callable[[], None]
 ) -> asyncio.Task:
-    """Return a task that writes what comes into `outbox`, to be cancelled.
+    """Start a task that writes the commands of `outbox`, and return it; the caller cancels it.
 
-    A stream that has ended shows in its reader; any other end of the writer calls `on_failure()`, since nothing can be
-    sent any more."""
+    If the stream has ended, the task just ends, since the reader of the stream notices. If it ends for any other
+    reason, it calls `on_failure()`, since nothing can be sent any more."""
     return asyncio.create_task(_write(call, outbox, address, on_failure), name=f"session writer {address}")
 
 

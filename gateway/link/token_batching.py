@@ -7,20 +7,22 @@ from collections.abc import Sequence
 from baton.service.clock import now
 from gateway.link.mailbox import EventSink
 
-# Writing a message takes a core about 60 us, 35 of them in gRPC alone. Up to here there is time to write one for each.
+# A message takes about 60 us of a core, 35 of them in gRPC. Up to this rate there is time for one message per token.
 FREE_TOKENS_PER_S = 8_000
-# From a token's arrival to its message; 128 messages at a time, the network and the client come on top of it.
+# The longest time from a token's arrival to its message, without the time to write 128 messages, the network and
+# client.
 LONGEST_S = 0.015
-_AT_ONCE = 16  # messages that are written before anything else is looked at
-_WINDOW_S = 0.25
-_STEP_SHARE, _LONGEST_STEP_S = 0.1, 0.1  # of one interval in the mean; a longer one was a rest
+_AT_ONCE = 16  # messages that are written in one turn of the event loop
+_WINDOW_S = 0.25  # the rate of tokens is measured over this time
+# One interval's weight in the mean, and the longest interval that counts: after a longer one the worker was idle.
+_STEP_SHARE, _LONGEST_STEP_S = 0.1, 0.1
 
 
 class TokenBatching:
-    """Belongs to the event loop; shared by all workers of a gateway."""
+    """Decide when mailboxes wake their readers; shared by all workers of a gateway. Belongs to the event loop."""
 
     def __init__(self) -> None:
-        self.is_busy = False  # more tokens come than messages could be written
+        self.is_busy = False  # more tokens arrive than messages could be written
         self._num_tokens = 0
         self._since = now()
         self._due: deque[EventSink] = deque()
@@ -28,15 +30,17 @@ class TokenBatching:
         self._timer: asyncio.TimerHandle | None = None
 
     def count(self, num_tokens: int, at: float) -> None:
-        """Count the tokens that have come at `at` (time.monotonic())."""
+        """Count tokens that arrived at `at` (time.monotonic())."""
         self._num_tokens += num_tokens
         if (elapsed := at - self._since) >= _WINDOW_S:
             self.is_busy = self._num_tokens > FREE_TOKENS_PER_S * elapsed
             self._num_tokens, self._since = 0, at
 
     def send(self, mailboxes: Sequence[EventSink]) -> None:
-        """Write what has come into these, in their order. Where steps come faster than messages can be written, one
-        that waits here takes the tokens of the next step along."""
+        """Flush these mailboxes soon, in their order.
+
+        If steps arrive faster than messages can be written, a mailbox that waits here also gets the tokens of the next
+        step."""
         if mailboxes and not self._due:
             asyncio.get_running_loop().call_soon(self._send_some)
         self._due.extend(mailboxes)
@@ -46,12 +50,12 @@ class TokenBatching:
         try:
             while self._due and num_left:
                 num_left -= self._due.popleft().flush()
-        finally:  # also behind one that has failed: no other would be written again
+        finally:  # also if a flush failed: otherwise no mailbox would ever be flushed again
             if self._due:
                 asyncio.get_running_loop().call_soon(self._send_some)
 
     def hold(self, mailboxes: Sequence[EventSink]) -> None:
-        """Let what has come into these wait for more, at most LONGEST_S: the next step may never come."""
+        """Flush these mailboxes after LONGEST_S, since no further step may come that flushes them sooner."""
         self._held.append((now() + LONGEST_S, mailboxes))
         if self._timer is None:
             self._set_timer()
@@ -69,8 +73,10 @@ class TokenBatching:
 
 
 class MessageTurns:
-    """The turns of one worker's sequences: each has one in `every` steps, about as many in each step, so that the
-    messages of a step are spread over the time to the next."""
+    """Decide at which steps of one worker each sequence writes its message.
+
+    Each sequence has its turn once in `_every` steps, and about as many sequences have their turn in each step, so
+    messages are spread over time."""
 
     def __init__(self, batching: TokenBatching):
         self._batching = batching
@@ -87,11 +93,11 @@ class MessageTurns:
         self._every = 1 + int(LONGEST_S / max(self._step_s, 0.001)) if self._batching.is_busy else 1
 
     def is_turn_of(self, place: int) -> bool:
-        """Return whether it is the turn of `place`, any number that is the same at every step."""
+        """Return whether it is the turn of `place`, a number that a sequence keeps for all its steps."""
         return (self._number + place) % self._every == 0
 
     def end(self, due: Sequence[EventSink], held: Sequence[EventSink]) -> None:
-        """End the step: `due` write now, `held` wait."""
+        """End the step: flush the mailboxes `due` now and `held` later."""
         self._batching.send(due)
         if held:
             self._batching.hold(held)

@@ -1,4 +1,4 @@
-"""How far a worker's clock is from this one: beats go out, and the worker's reports of load answer them."""
+"""Measure how far a worker's clock is from this one: beats go out, and the worker's reports of load answer them."""
 
 from baton.service.clock import ClockComparison, Offset, now
 from baton.service.observe.telemetry import CLOCK
@@ -6,23 +6,23 @@ from baton.v1 import worker_pb2 as pb
 
 
 class WorkerClock:
-    """The clock of one worker, as one session sees it."""
+    """The clock of one worker, as one session measures it."""
 
     def __init__(self) -> None:
         self._comparison = ClockComparison()
 
     @property
     def offset(self) -> Offset | None:
-        """How far it is from this process's clock; None: not measured yet."""
+        """How far the clock is from this process's clock; None: not measured yet."""
         return self._comparison.offset(CLOCK.wall_ns(now()))
 
     @property
     def round_trip_s(self) -> float:
-        """The mean seconds that a message takes there and back, lately."""
+        """The mean seconds that a message recently took to the worker and back."""
         return self._comparison.delay_s
 
     def compare(self, load: pb.Load) -> pb.Beat | None:
-        """Take a report, which says when it was sent and which beat it answers; return the next beat once it is due."""
+        """Note a report, which says when it was sent and which beat it answers; return the next beat if one is due."""
         at, sent_ns, answered_ns = now(), load.beat_sent_ns, load.wall_time_ns
         if sent_ns:
             self._comparison.note(sent_ns, answered_ns - load.beat_held_ns, answered_ns, CLOCK.wall_ns(at))

@@ -1,4 +1,4 @@
-"""One leg on a worker: sends its commands, and posts its events to the request's mailbox."""
+"""One leg on a worker: it sends commands, and posts events to the request's mailbox."""
 
 import itertools
 from collections import Counter
@@ -13,8 +13,7 @@ Key = tuple[str, int]
 
 
 class WorkerLeg:
-    """What runs on one worker under one key. Call `close()` when done with it: what is still running there is
-    cancelled."""
+    """The work of one request on one worker, under one key. `close()` cancels what still runs there."""
 
     __slots__ = (
         "link",
@@ -34,21 +33,21 @@ class WorkerLeg:
     )
 
     def __init__(self, link, key: Key, mailbox: EventSink, tenant: str):
-        """`link` is the WorkerLink that it is on."""
+        """`link` is the WorkerLink of the worker."""
         self.link, self.key, self.mailbox, self.tenant = link, key, mailbox, tenant
         self.worker_id = link.worker_id
         self.place = next(_places)
         self.num_unread = 0
         self._num_prefill_tokens = 0
         self._slo_tpot_s: float | None = None
-        self._written_from = self._written_upto = 0  # output indices that came
+        self._written_from = self._written_upto = 0  # range of the output indices that have arrived
         self._open = True
-        self._asked_at: float | None = None  # when it was asked to take a request, by Admit or Prefill
+        self._asked_at: float | None = None  # when the first Admit or Prefill was sent (time.monotonic())
         self._has_ended_silence = False
 
     @property
     def num_prefill_tokens(self) -> int:
-        """Tokens of its prompt that wait to be read there."""
+        """Tokens of the leg's prompt that wait to be read on the worker."""
         return self._num_prefill_tokens
 
     @num_prefill_tokens.setter
@@ -58,7 +57,7 @@ class WorkerLeg:
         self._num_prefill_tokens = num
 
     def set_slo(self, tpot_s: float | None) -> None:
-        """Count the SLO's bound on a token's time (seconds, or None) among those of the worker while the leg is
+        """Count the SLO's bound on the time per token (seconds, or None) among those of the worker while the leg is
         open."""
         if self._slo_tpot_s is not None:
             self.link.slo_tpots_s[self._slo_tpot_s] -= 1
@@ -68,7 +67,7 @@ class WorkerLeg:
             self.link.slo_tpots_s[tpot_s] += 1
 
     def send(self, **command) -> None:
-        """Send one command, e.g. `send(cancel=pb.Cancel())`; the key is filled in."""
+        """Fill in the leg's key and send one command, as `send(cancel=pb.Cancel())`."""
         for message in command.values():
             message.key.CopyFrom(key_to_proto(self.key))
         if self._asked_at is None and ("admit" in command or "prefill" in command):
@@ -77,19 +76,19 @@ class WorkerLeg:
         self.link.session.send(pb.Command(**command))
 
     def post(self, event) -> None:
-        """Take an event of this leg."""
+        """Post an event of this leg to the mailbox, and count what it says of the worker."""
         if isinstance(event, (pb.Done, pb.Fetched, pb.Refused)):
             self._note_work()
         if isinstance(event, pb.Refused):
-            self.note_success()  # that is an answer
+            self.note_success()  # a refusal is an answer
         if isinstance(event, (Lost, pb.Ended, pb.Refused)):
-            self._open = False  # nothing is left there to cancel
+            self._open = False  # nothing is left to cancel on the worker
             self._release()
         self.mailbox.post(self, event)
 
     def post_tokens(self, choice: int, first_index: int, token_ids: list[int], logprobs: list, reason: int) -> bool:
-        """Take a row of a step without waking the reader. Return whether it should not wait: the first row, and the
-        last."""
+        """Add a row of a step to the mailbox without waking the reader. Return whether the reader should be woken soon:
+        for the first row and the last."""
         is_first, upto = self._written_upto == 0, first_index + len(token_ids)
         self.num_unread += len(token_ids)
         if is_first:
@@ -103,11 +102,11 @@ class WorkerLeg:
         return is_first or reason != 0
 
     def finish(self) -> None:
-        """Have the worker end this leg, since the answer is complete; Ended is still to come."""
+        """Have the worker end this leg, since the answer is complete; Ended comes afterwards."""
         self.send(cancel=pb.Cancel(answered=True))
 
     def close(self, is_answered: bool = False) -> None:
-        """Close the leg; late events of it are dropped. Idempotent. `is_answered`: the answer is complete."""
+        """Close the leg, so that its late events are dropped. Idempotent. `is_answered`: the answer is complete."""
         if self.link.legs.get(self.key) is self:
             del self.link.legs[self.key]
         self._release()
@@ -117,7 +116,7 @@ class WorkerLeg:
 
     @property
     def num_written(self) -> int:
-        """Tokens of its longest choice."""
+        """Tokens that have arrived for the leg's longest choice."""
         return self._written_upto - self._written_from
 
     def _note_work(self) -> None:
@@ -126,7 +125,7 @@ class WorkerLeg:
             self.link.note_worked(self._asked_at)
 
     def note_success(self) -> None:
-        """Tell the breaker that what it was asked for is done."""
+        """Tell the breaker that the request which this leg sent was served."""
         if self._asked_at is not None:
             self.link.breaker.note_success(self._asked_at)
 
@@ -136,7 +135,7 @@ class WorkerLeg:
         self._end_silence()
 
     def _end_silence(self) -> None:
-        """Count it no more among those that the worker has shown nothing of: it may go on for minutes."""
+        """Count the leg no more as one that shows no work; it may still run for minutes."""
         if self._asked_at is not None and not self._has_ended_silence:
             self._has_ended_silence = True
             self.link.num_asked -= 1

@@ -1,7 +1,7 @@
-"""One WorkerLink per worker: what is known of it, and the events of each leg.
+"""The link to one worker: what is known of the worker, and the dispatch of its events to legs.
 
-All legs of a request post into the request's one `Mailbox`, so it waits in one place. When the session is lost,
-every leg gets `Lost`; events of keys that are not open here are dropped.
+All legs of a request post into the request's one `Mailbox`, so the request waits in one place. When the session is
+lost, every leg gets `Lost`. Events of keys that are not open here are dropped.
 """
 
 import logging
@@ -36,14 +36,14 @@ class LinkState(Enum):
     SERVING = "serving"
     DRAINING = "draining"
     STALLED = "stalled"
-    REFUSED = "refused"  # it answered, and is not one of ours; `reason` says why
+    REFUSED = "refused"  # the worker answered, but cannot be used; `reason` says why
 
 
 _COMING = (LinkState.CONNECTING, LinkState.DRAINING, LinkState.STALLED)
 
 
 class WorkerLink:
-    """Belongs to the event loop. `session.run()` keeps the session."""
+    """The state, load and open legs of one worker; `session.run()` keeps the session. Belongs to the event loop."""
 
     def __init__(
         self,
@@ -57,12 +57,12 @@ class WorkerLink:
         access: Access = Access(),
         batching: TokenBatching | None = None,
     ):
-        """`instance`: names this link to its worker, which ends the older of two sessions of one name. `check_hello`
-        returns why this worker cannot be used, or None; `on_change` is called when what others see has changed.
-        `batching`: of all tokens that this gateway receives."""
+        """`instance` identifies this link to the worker, which ends the older of two sessions with one instance.
+        `check_hello` returns why the worker cannot be used, or None. `on_change` is called after each change that
+        others may see. `batching` is shared by all links of the gateway."""
         self.address = address
         self.hello: pb.Hello | None = None
-        self.limits: WorkerLimits | None = None  # its reported limits; kept while it is away
+        self.limits: WorkerLimits | None = None  # the limits that it reported; kept while it is away
         self.load = pb.Load()
         self.state = LinkState.CONNECTING
         self.reason = "not connected yet"
@@ -70,55 +70,56 @@ class WorkerLink:
         self.num_failed_sessions = 0  # sessions in a row that ended before a Hello
         self.legs: dict[Key, WorkerLeg] = {}
         self.max_unread_tokens = max_unread_tokens
-        self.pace_estimator = PaceEstimator()  # among those of its model, once that is known
+        self.pace_estimator = PaceEstimator()  # replaced by one of the model's fleet once the model is known
         self.recent_load = RecentLoad()
-        self.prefill_tokens: Counter[str] = Counter()  # of all legs, by tenant
-        self.slo_tpots_s: Counter[float] = Counter()  # by SLO: seconds a token -> legs
+        self.prefill_tokens: Counter[str] = Counter()  # by tenant: prompt tokens of all legs that wait to be read
+        self.slo_tpots_s: Counter[float] = Counter()  # SLO in seconds per token -> number of legs with it
         self.breaker = WorkerBreaker()
-        self.num_asked = 0  # legs that were asked to take a request, and have shown no work
+        self.num_asked = 0  # legs that have sent Admit or Prefill, and have shown no work yet
         self._known_id = b""
-        self.started_at = 0.0  # its first Hello
+        self.started_at = 0.0  # when the worker said its first Hello (time.monotonic())
         self._turns = MessageTurns(batching or TokenBatching())
         self.clock = WorkerClock()
         self.session = WorkerSession(address, instance, access, self)
         self._check_hello = check_hello
         self._on_change = on_change
         self._on_block_events = on_block_events
-        self._is_refused = False  # who answered last, and may be there still
+        self._is_refused = False  # whether the worker of the current session was refused
 
     @property
     def is_serving(self) -> bool:
-        """Return whether it takes requests."""
+        """Return whether the worker takes requests."""
         return self.state is LinkState.SERVING
 
     @property
     def worker_id(self) -> bytes:
-        """Instance and epoch, empty without a session: a restarted worker is another one."""
+        """The worker's instance and epoch, so a restarted worker has another id; empty without a session."""
         return worker_id_of(self.hello) if self.hello else b""
 
     @property
     def is_reconnecting(self) -> bool:
-        """Return whether its session has ended, and another was not tried in vain yet."""
+        """Return whether the session has ended, and no attempt to begin another has failed yet."""
         return self.hello is None and self.num_failed_sessions == 0
 
     def may_come(self, within_s: float) -> bool:
-        """Return whether it may yet serve: it has not been away for longer than `within_s`, as one that starts is."""
+        """Return whether the worker may serve soon: it is lost, draining or stalled for less than `within_s`."""
         return self.state in _COMING and now() - self._away_since < within_s
 
     def is_missed(self, within_s: float) -> bool:
-        """Return whether it has served and was lost less than `within_s` ago: one that drained has left, and is not
-        missed."""
+        """Return whether the worker has served and was lost less than `within_s` ago.
+
+        A worker that drained before its session ended has left, and is not missed."""
         is_lost = self.state is LinkState.CONNECTING and self.limits is not None and not self._has_left
         return is_lost and now() - self._away_since < within_s
 
     @property
     def num_prefill_tokens(self) -> int:
-        """Prompt tokens of this gateway that wait to be read there."""
+        """Prompt tokens that this gateway sent and that wait to be read on the worker."""
         return self.prefill_tokens.total()
 
     @property
     def name(self) -> str:
-        """A short name for logs; it stays that of the last worker that was here."""
+        """A short name for logs; without a session it is the name of the last worker at this address."""
         return self._known_id.hex()[:8] or self.address
 
     def open(self, key: Key, mailbox: EventSink, tenant: str = "") -> WorkerLeg:
@@ -127,7 +128,7 @@ class WorkerLink:
         return leg
 
     def note_hello(self, hello: pb.Hello) -> None:
-        """Keep what the worker says of itself for the session, and its limits for longer."""
+        """Keep the worker's Hello for the session, and its limits also after the session."""
         limits = hello.limits
         sizes = limits.max_model_len, limits.num_blocks, limits.block_size
         held = (adapter_feature(adapter.identity) for adapter in hello.adapters)
@@ -136,29 +137,29 @@ class WorkerLink:
             self._known_id, self.breaker, self.started_at = self.worker_id, WorkerBreaker(), now()
 
     def note_worked(self, asked_at: float) -> None:
-        """Tell the breaker of work on a request that was asked for at `asked_at` (time.monotonic())."""
+        """Tell the breaker of work on a request that was sent at `asked_at` (time.monotonic())."""
         if self.breaker.note_work(asked_at):
             self._on_change(self)
 
     def note_failure(self, what: str) -> None:
-        """Tell the breaker that a request got no answer, or ended without a reason of its own."""
+        """Tell the breaker that a request got no answer, or ended for no reason of its own."""
         if self.breaker.note_failure(now()):
             pause_s = self.breaker.retry_at - now()
             log.warning("worker set aside %s", fields(worker=self.name, address=self.address, what=what, for_s=pause_s))
             self._on_change(self)
 
     def note_prefill(self, num_tokens: int, seconds: float) -> None:
-        """Count a measurement: computing `num_tokens` of a prompt took `seconds`."""
+        """Add a sample to the pace estimate: the worker computed `num_tokens` of a prompt in `seconds`."""
         self.pace_estimator.note_prefill(num_tokens, seconds, now())
 
     def subscribe(self) -> None:
-        """Ask for index events: a snapshot comes first."""
+        """Ask the worker for events of its prefix cache; a snapshot comes first."""
         self.session.send(pb.Command(subscribe=pb.Subscribe()))
 
     # ---- the session ----
 
     def refusal(self, hello: pb.Hello) -> str | None:
-        """Return why there can be no session with the worker that says this, or None."""
+        """Accept or refuse the worker by its Hello. Return why it is refused, or None if it is accepted."""
         if not hello.protocol_min <= PROTOCOL <= hello.protocol_max:
             reason = f"speaks protocol {hello.protocol_min} to {hello.protocol_max}, this gateway {PROTOCOL}"
         else:
@@ -171,7 +172,7 @@ class WorkerLink:
         return reason
 
     def join(self, hello: pb.Hello) -> None:
-        """Begin a session: the legs that are open may go on."""
+        """Begin a session; legs that are open may continue."""
         self.note_hello(hello)
         self.load = pb.Load(state="")
         self._become(LinkState.SERVING, "")
@@ -180,7 +181,7 @@ class WorkerLink:
             leg.post(Rejoined())
 
     def lose(self, reason: str) -> None:
-        """End the session, which may have been tried in vain, and its legs."""
+        """End the session, or the failed attempt to begin one, and post Lost to all legs."""
         self.num_failed_sessions = 0 if self.hello is not None else self.num_failed_sessions + 1
         if self.hello is not None:
             self._has_left = self.state is LinkState.DRAINING
@@ -189,22 +190,23 @@ class WorkerLink:
         legs, self.legs = list(self.legs.values()), {}
         for leg in legs:
             leg.post(Lost(reason))
-        if not self._is_refused or self.state is not LinkState.REFUSED:  # a load that came behind it had it serve again
+        # A Load that arrived after the refusal may have set another state.
+        if not self._is_refused or self.state is not LinkState.REFUSED:
             self._become(LinkState.CONNECTING, reason)
         self.hello, self.clock, self._is_refused = None, WorkerClock(), False
 
     def _become(self, state: LinkState, reason: str) -> None:
-        # One that drained or stalled for long, and then went, starts again from here.
+        # A worker that drained or stalled for long and then was lost counts as away from now on only.
         has_gone = state is LinkState.CONNECTING is not self.state
         if has_gone or (state in _COMING and self.state not in _COMING):
             self._away_since = now()
-        self.state, self.reason = state, printable(reason[:_MAX_REASON_CHARS])  # may come from a worker
+        self.state, self.reason = state, printable(reason[:_MAX_REASON_CHARS])  # the text may come from a worker
         self._on_change(self)
 
     # ---- events ----
 
     def take(self, event: pb.Event) -> None:
-        """Take what has come in the session."""
+        """Handle one event of the session."""
         kind = event.WhichOneof("kind")
         if kind == "step_output":
             self._dispatch_tokens(event.step_output)
@@ -222,10 +224,10 @@ class WorkerLink:
                     del self.legs[leg.key]
                 leg.post(message)
             if kind in ("done", "ended"):
-                self._on_change(self)  # there may be room for a request that waits
+                self._on_change(self)  # the worker may have room for a request that waits
 
     def _hear_again(self, hello: pb.Hello) -> None:
-        """Take what a worker says anew of itself: its adapters."""
+        """Handle a further Hello in a session, by which a worker reports new adapters."""
         if self.hello is None or (hello.instance, hello.epoch) != (self.hello.instance, self.hello.epoch):
             log.warning("worker said the Hello of another, which is ignored %s", fields(worker=self.name))
         elif reason := self.refusal(hello):
@@ -248,7 +250,7 @@ class WorkerLink:
             self.session.send(pb.Command(beat=beat))
         state = {"draining": LinkState.DRAINING, "stalled": LinkState.STALLED}.get(load.state, LinkState.SERVING)
         self._become(state, "" if state is LinkState.SERVING else load.state)
-        # Each time, for another worker may come to serve meanwhile.
+        # Posted with each report, since another worker may have come to serve meanwhile.
         for leg in list(self.legs.values()) if state is LinkState.STALLED else ():
             leg.post(Stalled())
 
@@ -272,5 +274,5 @@ class WorkerLink:
 
 
 def worker_id_of(hello: pb.Hello) -> bytes:
-    """Return the id of the worker that says this."""
+    """Return the id of the worker that sent this Hello."""
     return hello.instance + hello.epoch.to_bytes(8, "little")

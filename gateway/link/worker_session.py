@@ -1,4 +1,4 @@
-"""The session stream with one worker: begun again with growing pauses when it ends, and ended when nothing comes."""
+"""Keep a session stream with one worker: reconnect with growing pauses, and end a stream on which nothing arrives."""
 
 import asyncio
 import logging
@@ -20,56 +20,66 @@ from baton.v1 import worker_pb2 as pb
 from baton.v1 import worker_pb2_grpc
 from gateway.link.session_writer import start_writer
 
-SILENCE_S = 2.25  # loads come four times a second; a longer silence is a dead session
+SILENCE_S = 2.25  # a session is dead after a longer silence, since reports of load arrive four times a second
 _HELLO_TIMEOUT_S = 5.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 2.0
-_STARTING_S, _STARTING_PAUSE_S = 30.0, 0.4  # one that has gone a moment ago is starting again: requests wait for it
+# While a worker may be starting, that is for 30 s, pauses stay shorter: requests wait for it.
+_STARTING_S, _STARTING_PAUSE_S = 30.0, 0.4
 
 log = logging.getLogger(__name__)
 
 
 class SessionOwner(Protocol):
-    """What a session is for: a WorkerLink."""
+    """The owner of a session, which handles its events: a WorkerLink."""
 
-    hello: pb.Hello | None  # of the session that is up
+    hello: pb.Hello | None  # the worker's Hello in the session that is up
 
-    def refusal(self, hello: pb.Hello) -> str | None: ...
+    def refusal(self, hello: pb.Hello) -> str | None:
+        """Accept or refuse the worker by its first Hello. Return why it is refused, or None."""
+        ...
 
-    def join(self, hello: pb.Hello) -> None: ...
+    def join(self, hello: pb.Hello) -> None:
+        """Begin a session with a worker that was accepted."""
 
-    def take(self, event: pb.Event) -> None: ...
+    def take(self, event: pb.Event) -> None:
+        """Handle one event of the session."""
 
-    def lose(self, reason: str) -> None: ...
+    def lose(self, reason: str) -> None:
+        """End the session, or a failed attempt to begin one."""
 
-    def note_failure(self, what: str) -> None: ...
+    def note_failure(self, what: str) -> None:
+        """Count a failure of the worker."""
 
-    def may_come(self, within_s: float) -> bool: ...
+    def may_come(self, within_s: float) -> bool:
+        """Return whether the worker has been away for less than `within_s`, so that it may be starting."""
+        ...
 
 
 class WorkerSession:
-    """One session after the other. `owner` joins each, takes its events, and loses it."""
+    """Keep one session after the other with the worker at an address; `owner` handles its events."""
 
     def __init__(self, address: str, instance: bytes, access: Access, owner: SessionOwner):
         self._address, self._instance, self._access, self._owner = address, instance, access, owner
         self._outbox: asyncio.Queue[pb.Command] | None = None
-        self._silence: asyncio.Timeout | None = None  # of the session that is up
-        self._ended_for = ""  # why this gateway ended it
+        self._silence: asyncio.Timeout | None = None  # ends the session that is up
+        self._ended_for = ""  # why this gateway ended the session
         self._was_heard, self._heard_at = False, 0.0
 
     def send(self, command: pb.Command) -> None:
-        """Queue a command; without a session it is dropped, since its leg has got Lost."""
+        """Queue a command. Without a session it is dropped, since its leg has got Lost."""
         if self._outbox is not None:
             self._outbox.put_nowait(command)
 
     def hang_up(self, why: str) -> None:
-        """End the session without ending its legs: what decodes there is parked until a gateway attaches."""
+        """End the session without ending its legs: the worker parks its sequences until a gateway attaches."""
         self._outbox, self._ended_for = None, why
         if self._silence is not None:
             self._silence.reschedule(asyncio.get_running_loop().time())
 
     def check_silence(self, running_s: float) -> None:
-        """End the session if nothing has come for SILENCE_S. It is called regularly; `running_s` is a clock that pauses
-        while this process does."""
+        """End the session if nothing has arrived for SILENCE_S. Call it regularly.
+
+        `running_s` is the time of a clock that pauses while this process does not run."""
         if self._was_heard or self._silence is None:
             self._was_heard, self._heard_at = False, running_s
         elif running_s - self._heard_at > SILENCE_S:
@@ -77,29 +87,29 @@ class WorkerSession:
             self._heard_at = running_s
 
     async def run(self) -> None:
-        """Connect, serve the session, and again after a pause; until cancelled."""
+        """Connect and serve a session, then pause and connect again, until cancelled."""
         pause_s = _FIRST_PAUSE_S
         if self._owner.hello is not None:
-            self._owner.lose("its session has failed")  # and this task begins again
+            self._owner.lose("its session has failed")  # this task had failed, and was restarted
         while True:
             connected_at = now()
             try:
-                own = channel_to(self._address)  # where the worker is in this process
+                own = channel_to(self._address)  # a channel within this process, if the worker runs in it
                 async with own or open_channel(self._address, self._access, WORKER_NAME) as channel:
                     failure = None if own else await _connection_failure(channel)
                     reason = failure or await self._serve(channel)
-            except OSError as error:  # a certificate that is not there for a moment
+            except OSError as error:  # a file of a certificate is missing at present
                 reason = f"{error.filename}: {error.strerror}"
             was_up = self._owner.hello is not None
             self._owner.lose(reason)
-            if was_up and now() - connected_at > pause_s:  # no worker that dies of each session
+            if was_up and now() - connected_at > pause_s:  # a worker may die of each session: no short pause for it
                 pause_s = _FIRST_PAUSE_S
             await asyncio.sleep(pause_s * random.uniform(0.8, 1.2))
             longest_s = _STARTING_PAUSE_S if self._owner.may_come(_STARTING_S) else _LONGEST_PAUSE_S
             pause_s = min(2 * pause_s, longest_s)
 
     async def _serve(self, channel: grpc.aio.Channel | InProcessChannel) -> str:
-        """Serve one stream to its end; return why it ended."""
+        """Serve one stream until it ends; return why it ended."""
         call = worker_pb2_grpc.WorkerStub(channel).Session()
         outbox = asyncio.Queue()
         hello = pb.Hello(protocol_min=PROTOCOL, protocol_max=PROTOCOL, instance=self._instance)
@@ -118,7 +128,7 @@ class WorkerSession:
             if is_cancelled():
                 raise
             return "its stream was cancelled"
-        except Exception as error:  # whatever it sent, the next session may do better
+        except Exception as error:  # whatever the worker sent, the next session may go well
             log.exception("malformed event %s", fields(address=self._address))
             self._owner.note_failure("it sent a malformed event")
             return f"it sent a malformed event: {error}"
