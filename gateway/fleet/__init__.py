@@ -1,1 +1,1 @@
-"""The workers that serve now, and which of them routing may choose from."""
+"""The workers of this gateway: which of them serve which model, and which of them routing may choose from."""

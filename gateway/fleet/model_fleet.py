@@ -1,4 +1,4 @@
-"""The workers of one model: which of them serve, what requests are checked against, and whether it is this one."""
+"""The workers of one model: which of them serve, which model they serve, and what requests are checked against."""
 
 import asyncio
 import logging
@@ -30,8 +30,9 @@ log = logging.getLogger(__name__)
 
 
 class ModelFleet:
-    """Belongs to the event loop. `router` chooses among the workers that serve. One that `is_retired` is left to the
-    requests that run on it."""
+    """The workers of one model; `router` chooses among those that serve. Belongs to the event loop.
+
+    A fleet that `is_retired` gets no new requests."""
 
     def __init__(
         self,
@@ -44,30 +45,30 @@ class ModelFleet:
         secret: bytes | None = None,
         required_identity: bytes = b"",
     ):
-        """`links(role)`: its workers and those that have not said yet what they serve, whatever their state. `secret`
-        None: derived from the model, once a worker has said what it is. `required_identity`: the one
-        that its workers may have; empty: `identities` decides."""
+        """`links(role)` returns the model's workers, and workers that have not said yet what they serve, whatever their
+        state. `secret` None: it is derived from the model's identity. `required_identity`: the only identity that its
+        workers may have; empty: `identities` decides."""
         self.folder, self.links, self.required_identity = folder, links, required_identity
         self.stack = stack_of(folder.name, folder.path)
         self.is_retired = False
-        self.excludes_its_workers = True  # from other models, once it is dropped
-        self.pace_estimator = PaceEstimator()  # of all its workers
+        self.excludes_its_workers = True  # once the fleet is dropped, its workers may not serve under another name
+        self.pace_estimator = PaceEstimator()  # over all its workers
         self.candidates = Candidates(links)
         self.router = Router(
             self.candidates, settings.split, self.pace_estimator, settings.max_start_wait_s, settings.stand_in
         )
-        self.last_identity = b""  # that its workers had, also while none is here
-        self.last_gone: dict[str, str] = {}  # by role: the last worker that was forgotten, and why it had no session
-        # Of its folder, or what its workers said, where rope stretches that; also while none is here.
+        self.last_identity = b""  # the identity of its workers; kept while none is here
+        self.last_gone: dict[str, str] = {}  # role -> the last worker that was forgotten, and why it had no session
+        # From its folder, or from its workers if they stretch it by rope scaling; kept while none is here.
         self._model_context = folder.context
         self._settings, self._identities = settings, identities
         self._slo_classes, self._adapter_tenants = slo_classes, adapter_tenants
         self._secret = secret
-        self._joined: dict[WorkerLink, None] = {}  # in the order in which they came
-        self._named_identity = b""  # the identity, by a worker that the settings name
+        self._joined: dict[WorkerLink, None] = {}  # in the order in which they joined
+        self._named_identity = b""  # the identity of a worker whose address is in the settings
         self._model: tuple[int, ServedModel] | None = None  # (num_changes of the candidates, what is served)
         self._adapters: dict[str, bytes] = {}  # identity by name
-        self._why_no_pair = ""  # as it was told last
+        self._why_no_pair = ""  # as it was logged last
 
     @property
     def name(self) -> str:
@@ -76,7 +77,7 @@ class ModelFleet:
 
     @property
     def identity(self) -> ModelIdentity | None:
-        """The identity of the model that is served: of the first worker that joined and is still here."""
+        """The identity of the model that is served: that of the first joined worker that is still here."""
         return next((ModelIdentity(link.hello.model_identity) for link in self._joined if link.hello), None)
 
     def known_identity(self) -> ModelIdentity:
@@ -92,7 +93,7 @@ class ModelFleet:
         return derived_secret(self.known_identity()) if self._secret is None else self._secret
 
     async def await_identity(self, deadline: float) -> None:
-        """Wait until a worker has reported which model is served, as long as one may come. Raises NoWorker."""
+        """Wait until a worker has reported which model is served. Raises NoWorker if none may come, or none came."""
         most_s = self._settings.max_start_wait_s
         until = min(deadline, now() + most_s)
         while self.identity is None and now() < until and any(link.may_come(most_s) for link in self._all_links()):
@@ -101,13 +102,15 @@ class ModelFleet:
 
     @property
     def card(self) -> pb.ModelCard | None:
-        """The model card of a serving worker, a decode worker if there is one, or None."""
+        """The model card of a serving worker, if possible a decode worker, or None."""
         return next((link.hello.model for link in self._all_links() if link.is_serving and link.hello), None)
 
     @property
     def model(self) -> ServedModel:
-        """The model that requests are checked against. Every request asks, so it is made again only when other workers
-        serve, and while it is not known what all of them hold."""
+        """The model that requests are checked against.
+
+        As every request asks for it, it is made again only when other workers serve, or while it is not known what all
+        of them hold."""
         if self._model is None or self._model[0] != self.candidates.num_changes:
             if self._expects_unknown:
                 return self._served_model(is_whole=False)
@@ -123,9 +126,10 @@ class ModelFleet:
         return "no prefill worker serves that a decode worker can take KV from"
 
     def check_fits(self, request: RoutingRequest) -> None:
-        """Raises InvalidRequest for a request that needs what no known decode worker has: a feature, or more blocks."""
+        """Raise InvalidRequest for a request that no known decode worker can serve: it needs a feature or more
+        blocks."""
         if self._expects_unknown:
-            return  # it may have that: the request waits for it
+            return  # an unknown worker may be able to: the request waits for it
         known = {link.limits for link in self.links("decode") if link.limits}
         for feature in sorted(request.features) if known else ():
             if not any(feature in limits.features for limits in known):
@@ -138,13 +142,13 @@ class ModelFleet:
             raise InvalidRequest("sampling.n", f"{request.num_choices}: {why}")
 
     def can(self, feature: str) -> bool:
-        """Return whether a decode worker that serves has this feature."""
+        """Return whether a serving decode worker has this feature."""
         return any(link.limits and feature in link.limits.features for link in self.candidates.serving("decode"))
 
     # ---- what the registry calls ----
 
     def misfit(self, hello: pb.Hello) -> str | None:
-        """Return why a worker is none of this model's, whatever its weights; None: it may be."""
+        """Return why a worker cannot serve this model, whatever its weights, or None if it can."""
         folder = self.folder
         if hello.tokenizer_digest != folder.tokenizer_digest:
             return f"has another tokenizer.json than {folder.path}"
@@ -153,12 +157,13 @@ class ModelFleet:
         return next(filter(None, map(_wrong_adapter, hello.adapters)), None)
 
     def has(self, identity: bytes) -> bool:
-        """Return whether this is the model of that identity: by its workers, also those that have gone, or as it was
-        added."""
+        """Return whether this model has that identity: its workers have or had it, or it was added with it."""
         return identity in (self.last_identity, self.required_identity)
 
     def refusal_of(self, identity: bytes, is_named: bool) -> str | None:
-        """Return why a worker with this model's tokenizer cannot be used, or None. `is_named`: by the settings."""
+        """Return why a worker with this model's tokenizer cannot be used, or None.
+
+        `is_named`: the worker's address is from the settings, so its identity is the right one from now on."""
         if self.required_identity and identity != self.required_identity:
             return f"serves the model {identity.hex()}, {self.name} was added as {self.required_identity.hex()}"
         if not self.required_identity and (
@@ -170,7 +175,7 @@ class ModelFleet:
         return None
 
     def join(self, link: WorkerLink) -> None:
-        """Take a worker whose session has begun."""
+        """Add a worker whose session has begun."""
         self._joined[link] = None
         if (hello := link.hello) is not None:
             known = self._model_context if hello.model_identity == self.last_identity else self.folder.context
@@ -178,11 +183,11 @@ class ModelFleet:
             self.last_identity = hello.model_identity
 
     def leave(self, link: WorkerLink) -> None:
-        """Take the end of a worker's session."""
+        """Remove a worker whose session has ended."""
         self._joined.pop(link, None)
 
     def update(self, link: WorkerLink) -> None:
-        """Take a change of a worker: it may have begun or ceased to serve, or hold other adapters."""
+        """Note a change of a worker: it may have begun or ceased to serve, or hold other adapters."""
         num_changes = self.candidates.num_changes
         self.candidates.update(link)
         if self.candidates.num_changes != num_changes:
@@ -190,39 +195,42 @@ class ModelFleet:
             self._log_why_no_pair()
 
     def forget(self) -> None:
-        """Make what requests are checked against again: a worker will not come back, or a new one may come."""
+        """Drop the cached ServedModel: a worker will not come back, or a new one may come."""
         self._model = None
 
     @property
     def _expects_unknown(self) -> bool:
-        """Return whether a decode worker may come that has never said what it can hold, as when this gateway starts."""
+        """Return whether a decode worker may come to serve that has never said what it can hold, as after a start."""
         return self.candidates.expects_unknown("decode", self._settings.max_start_wait_s)
 
     def _all_links(self) -> list[WorkerLink]:
         return [*self.links("decode"), *self.links("prefill")]
 
     def _note_adapters(self) -> None:
-        """Keep the adapters that decode workers hold. While none serves they stay known: requests that name one wait as
-        others do."""
+        """Keep the adapters that decode workers hold.
+
+        While no decode worker serves they stay known, so that requests that name one wait as others do."""
         if decode := self.candidates.serving("decode"):
             self._adapters = _adapters_of(decode)
         else:
             self._adapters = self._adapters | _adapters_of(self.router.decode_workers())
 
     def _log_why_no_pair(self) -> None:
-        """Log once why no two workers are a pair: prompts wait, or prefill workers have nothing to do."""
+        """Log once why no decode worker can take KV from a prefill worker: prompts wait, or prefill workers are
+        idle."""
         why = "" if self._settings.split == "never" else self.router.why_no_pair()
         if why and why != self._why_no_pair:
             log.warning("no decode worker can take KV from a prefill worker %s", fields(model=self.name, why=why))
         self._why_no_pair = why
 
     def _served_model(self, is_whole: bool) -> ServedModel:
-        """`is_whole`: no decode worker may come that has never said what it holds."""
+        """Return the model as the workers that are known now serve it. `is_whole`: no unknown decode worker may
+        come."""
         folder = self.folder
         hellos = [link.hello for link in self.candidates.serving("decode") if link.hello]
-        # Of all that have been here: a request is not wrong because the worker that could hold it restarts.
+        # Of all workers that have been here: a request is not wrong because the worker that could hold it restarts.
         lengths = [link.limits.max_model_len for link in self.links("decode") if link.limits]
-        # As they say it, also where it is more than config.json has: yarn, linear and dynamic rope stretch that.
+        # As workers report it, even if config.json says less: yarn, linear and dynamic rope scaling stretch it.
         context = max(lengths if lengths and is_whole else [self._model_context, *lengths])
         return ServedModel(
             name=folder.name,
@@ -244,8 +252,7 @@ class ModelFleet:
 
 
 def _adapters_of(links: Sequence[WorkerLink]) -> dict[str, bytes]:
-    """Return the identity that each name of an adapter stands for: where workers differ, as between two reloads, the
-    one that most of them hold."""
+    """Return adapter name -> identity. If workers differ, as during a reload, it is the one that most of them hold."""
     held: dict[str, Counter[bytes]] = {}
     for link in links:
         for adapter in link.hello.adapters if link.hello else ():

@@ -1,7 +1,7 @@
-"""A clock that pauses while this process does.
+"""A clock that pauses while this process does not run.
 
-A gateway that was frozen or starved has received nothing for a while, which is not the workers' fault: a tick counts
-for two at most, however late it comes.
+A gateway that was frozen or starved has received nothing meanwhile, which is not the workers' fault. So the time
+between two ticks counts as two ticks at most, however late the second one comes.
 """
 
 import asyncio
@@ -13,7 +13,7 @@ TICK_S = 0.25
 
 
 async def follow_process_time(on_tick: Callable[[float], None]) -> None:
-    """Call `on_tick(seconds that this process has run)` every TICK_S, until cancelled."""
+    """Call `on_tick(running_s)`, with the seconds that this process has run, every TICK_S, until cancelled."""
     running_s, at = 0.0, now()
     while True:
         await asyncio.sleep(TICK_S)

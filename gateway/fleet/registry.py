@@ -1,4 +1,4 @@
-"""The workers of this gateway: sessions with them, their roles, and which of the served models each of them has."""
+"""The workers of this gateway: the sessions with them, their roles, and which of the served models each one has."""
 
 import asyncio
 import logging
@@ -33,8 +33,9 @@ log = logging.getLogger(__name__)
 
 
 class Registry:
-    """Belongs to the event loop; `run()` keeps all sessions. `fleets`: the workers of each model, the oldest first; of
-    a name that is being replaced there are two."""
+    """All workers of this gateway; `run()` keeps the sessions with them. Belongs to the event loop.
+
+    `fleets` are the workers of each model, the oldest first. While a model is replaced, two fleets have its name."""
 
     def __init__(
         self,
@@ -43,8 +44,8 @@ class Registry:
         secret: bytes | None,
         on_change: Callable[[], None] = lambda: None,
     ):
-        """`secret` None: each model's own, derived from it. `on_change()` runs after anything that routing or readiness
-        may depend on. Raises SettingsError."""
+        """`secret` None: each model has its own, derived from its identity. `on_change()` is called after each change
+        that routing or readiness may depend on. Raises SettingsError."""
         self.instance = secrets.token_bytes(INSTANCE_BYTES)
         self.fleets: list[ModelFleet] = []
         self._on_change = on_change
@@ -52,10 +53,10 @@ class Registry:
         self.slo_classes = read_classes(settings.slo_classes)
         self._adapter_tenants = read_adapter_tenants(settings.adapter_tenants)
         self._identities = settings.model_identities()
-        self._replaced: dict[bytes, str] = {}  # identity -> the name that another model has now
-        self._fleet_of: dict[WorkerLink, ModelFleet] = {}  # by what it said last that was not refused
+        self._replaced: dict[bytes, str] = {}  # identity of a model that is no longer served -> the name it had
+        self._fleet_of: dict[WorkerLink, ModelFleet] = {}  # by the worker's last Hello that was not refused
         self._joined: dict[WorkerLink, bytes] = {}
-        self._placed: dict[WorkerLink, str] = {}  # by the role that it said last
+        self._placed: dict[WorkerLink, str] = {}  # the role in the worker's last Hello
         self._batching = TokenBatching()
         self.loop_watch = EventLoopWatch()
         self._links: dict[str, list[WorkerLink]] = {role: [] for role in ROLES}
@@ -86,14 +87,15 @@ class Registry:
         return max((link.started_at for link in self.links), default=0.0)
 
     def fleet_of(self, link: WorkerLink) -> ModelFleet | None:
-        """Return whose worker it is, by what it said last; None: it has not said what it serves."""
+        """Return the fleet of a worker, by its last Hello; None: it has not said yet what it serves."""
         return self._fleet_of.get(link)
 
     # ---- models ----
 
     def add(self, folder: ModelFolder, required_identity: bytes = b"") -> ModelFleet:
-        """Serve a model from now on, beside one of its name if there is one. `required_identity`: that its workers must
-        have. Call `keep` once it is there for good."""
+        """Serve a model from now on, even if another one has its name; call `keep` once it is there for good.
+
+        `required_identity`: the identity that its workers must have; empty: any that the settings allow."""
         fleet: ModelFleet
 
         def links(role: str) -> list[WorkerLink]:
@@ -113,8 +115,10 @@ class Registry:
         return fleet
 
     def keep(self, fleet: ModelFleet) -> None:
-        """Keep a model that was added. What was replaced or removed before may come again where its workers must have
-        that identity, or where it replaces nothing."""
+        """Keep a model that was added.
+
+        Workers of models that were replaced or removed before are accepted again if the new model requires their
+        identity, or if it has their name and replaces no model that is still served."""
         self._replaced.pop(fleet.required_identity, None)
         others = [each for each in self.fleets if each.name == fleet.name and each is not fleet]
         if all(each.is_retired for each in others):
@@ -123,7 +127,7 @@ class Registry:
             self._replaced = {each: name for each, name in self._replaced.items() if name != fleet.name}
 
     def drop(self, fleet: ModelFleet) -> None:
-        """Serve a model no more: its workers are refused from now on, if it excludes them."""
+        """Stop to serve a model; its workers are refused from now on if it excludes them."""
         self.fleets.remove(fleet)
         if fleet.last_identity and fleet.excludes_its_workers:
             self._replaced[fleet.last_identity] = fleet.name
@@ -131,7 +135,7 @@ class Registry:
             link.session.hang_up(f"its model is no longer {fleet.name} here")
 
     async def run(self) -> None:
-        """Keep all sessions, until cancelled."""
+        """Keep the sessions with all workers, until cancelled."""
         try:
             async with asyncio.TaskGroup() as group:
                 for link in self.links:
@@ -152,7 +156,7 @@ class Registry:
             link.session.check_silence(running_s)
 
     def not_ready(self) -> str | None:
-        """Return why no request could be served now, or None: some model can be asked."""
+        """Return why no request could be served now, or None if some model can serve."""
         reasons = {fleet: self.not_ready_of(fleet) for fleet in self.fleets if not fleet.is_retired}
         if not all(reasons.values()):
             return None
@@ -161,7 +165,7 @@ class Registry:
         return "; ".join(f"{fleet.name}: {reason}" for fleet, reason in reasons.items())
 
     def not_ready_of(self, fleet: ModelFleet) -> str | None:
-        """Return why no request for this model could be served now, with what its workers say, or None."""
+        """Return why no request for this model could be served now, and the reasons of its workers, or None."""
         if (reason := fleet.not_ready()) is None:
             return None
         role = "prefill" if fleet.candidates.serving("decode") else "decode"
@@ -175,19 +179,19 @@ class Registry:
         return fleet.stack if fleet else ""
 
     def _add_configured(self, role: str, addresses: Collection[str]) -> None:
-        """Links to plain addresses; a name brings its own once it is looked up."""
+        """Add a link for each IP address, and a DnsWorkers, which adds links later, for each DNS name."""
         self._links[role] += [self._link(address) for address in addresses if not is_name(address)]
         names = [address for address in addresses if is_name(address)]
         self._names += [DnsWorkers(name, role, self._session_set(role)) for name in names]
 
     def _session_set(self, role: str, is_named: bool = True) -> SessionSet:
-        """`is_named`: the addresses come from this gateway's settings; others have registered."""
+        """Return a SessionSet that links workers of `role`. `is_named`: their addresses are from the settings."""
         make_link = partial(self._link, is_named=is_named)
         wait_s = self._settings.max_start_wait_s
         return SessionSet(self._links[role], lambda: self.links, make_link, self._remove, wait_s)
 
     def _remove(self, link: WorkerLink) -> None:
-        self._forget()  # its length no longer counts
+        self._forget()  # the worker's maximum length no longer counts
         role, fleet = self._placed.pop(link, None), self._fleet_of.pop(link, None)
         if role and fleet:
             fleet.last_gone[role] = f"{link.address} gone: {link.reason}"
@@ -203,10 +207,10 @@ class Registry:
     # ---- what links call ----
 
     def _link(self, address: str, is_named: bool = True) -> WorkerLink:
-        self._forget()  # it may hold more than those that are known
+        self._forget()  # the worker may hold longer requests than those that are known
         return WorkerLink(
             address,
-            # Of its own: two links to one worker must not end each other's sessions.
+            # Each link has its own instance: two links to one worker must not end each other's sessions.
             secrets.token_bytes(INSTANCE_BYTES),
             check_hello=partial(self._refusal_of, is_named=is_named),
             on_change=self._on_link_change,
@@ -217,7 +221,8 @@ class Registry:
         )
 
     def _refusal_of(self, link: WorkerLink, hello: pb.Hello, is_named: bool) -> str | None:
-        """Return why this worker cannot be used, or None; then its model is known."""
+        """Find the model of the worker by its Hello, and add the worker to its fleet. Return why it cannot be used, or
+        None."""
         if not set(hello.roles) & set(ROLES):
             return f"is a {'/'.join(hello.roles)} worker: neither prefill nor decode"
         worker_id = worker_id_of(hello)
@@ -231,9 +236,10 @@ class Registry:
         return None
 
     def _find_fleet(self, hello: pb.Hello, is_named: bool) -> ModelFleet | str:
-        """Return the model that a worker has, or why it has none of those that are served. Models with one tokenizer
-        are told apart by the name that the worker gives; two of one name by their identity, an unknown one being the
-        newest's."""
+        """Return the fleet of the model that a worker serves, or the reason why there is none.
+
+        Models with the same tokenizer are distinguished by the name in Hello, and two models of one name by their
+        identity; an identity that is not known yet goes to the newest of them."""
         misfits = {fleet: fleet.misfit(hello) for fleet in self.fleets}
         fits = [fleet for fleet, why in misfits.items() if why is None]
         if not fits:
@@ -255,7 +261,7 @@ class Registry:
         return reasons[0] if reasons else f"serves a model that is no longer {fits[0].name} here"
 
     async def _follow_identities(self) -> None:
-        """End the sessions with workers whose model is no longer listed; requests continue elsewhere."""
+        """End the sessions with workers whose model is no longer listed; their requests continue on other workers."""
         while True:
             await asyncio.sleep(LOOK_S)
             if await asyncio.to_thread(self._identities.read_again):
@@ -268,7 +274,7 @@ class Registry:
                         link.session.hang_up("its model is not listed any more")
 
     def _place(self, link: WorkerLink) -> None:
-        """Move a worker to the list of the role that it names: it may come back in the other one."""
+        """Move a worker to the list of the role in its Hello: a worker may come back in the other role."""
         role = link.hello.roles[0]
         if self._placed.get(link) == role:
             return  # this runs after every report of every worker
@@ -303,7 +309,7 @@ class Registry:
         fleet.update(link)
 
     def _excuses(self, fleet: ModelFleet, role: str) -> str:
-        """Return why no worker of this role serves the model, or none that fits the others."""
+        """Return why no worker of this role serves the model, or why none can exchange KV with the other role."""
         found = [why] if (why := fleet.router.why_no_pair()) else []
         away = (link for link in fleet.links(role) if not link.is_serving)
         found += [f"{link.address} {link.state.value}: {link.reason}" for link in away]

@@ -26,11 +26,11 @@ from gateway.routing.routing import (
     needs,
 )
 
-_STAND_IN = {"prefill": "decode", "decode": "prefill"}  # role -> who does its work while none of it serves
+_STAND_IN = {"prefill": "decode", "decode": "prefill"}  # role -> the role that does its work while none of it serves
 
 
 class Placement(NamedTuple):
-    """The workers that a request goes to, and why; without a `prefill` the decode worker reads the prompt."""
+    """The workers that serve a request, and why; without a `prefill` worker the decode worker reads the prompt."""
 
     decision: Decision
     prefill: WorkerLink | None
@@ -38,17 +38,17 @@ class Placement(NamedTuple):
 
 
 class Exclusions(NamedTuple):
-    """Workers that one request goes to last, and those that it never goes to, by their ids."""
+    """The ids of workers that one request asks last, and of those that it never asks."""
 
-    avoid: Collection[bytes] = frozenset()  # asked only if no other serves
-    unable: Collection[bytes] = frozenset()  # have said that they can never take it
+    avoid: Collection[bytes] = frozenset()  # asked only if no other worker serves
+    unable: Collection[bytes] = frozenset()  # never asked: they have said that they can never take the request
 
 
 NONE_EXCLUDED = Exclusions()
 
 
 class Router:
-    """Belongs to the event loop. Workers to avoid are named by their ids."""
+    """Choose among the serving workers of one model. Belongs to the event loop."""
 
     def __init__(
         self,
@@ -58,14 +58,15 @@ class Router:
         max_start_wait_s: float,
         stand_in: bool = False,
     ):
-        """`split`: auto, always or never, as in the settings; `pace_estimator`: of all workers; `max_start_wait_s`: for
-        one that starts; `stand_in`: while no worker of a role serves, those of the other do its work."""
+        """`split`: auto, always or never, as in the settings. `pace_estimator` is over all workers of the model.
+        `max_start_wait_s`: how long requests wait for a worker that starts. `stand_in`: while no worker of a role
+        serves, workers of the other role do its work."""
         self._candidates, self._split, self._pace_estimator = candidates, split, pace_estimator
         self.max_start_wait_s, self._stand_in = max_start_wait_s, stand_in
         self._why_no_pair = 0, ""  # (num_changes of the candidates, the answer)
 
     def route(self, request: RoutingRequest, matches: Matches, excluded: Exclusions = NONE_EXCLUDED) -> Placement:
-        """Choose the workers. Raises NoWorker."""
+        """Choose the workers for a request. Raises NoWorker."""
         reason, avoidances = "", self._avoidances(excluded, True)
         allow_open_choices = (False, True) if self._candidates.kv_pair_breakers.any_open else (False,)
         for allow_open, split, avoided in itertools.product(
@@ -86,7 +87,7 @@ class Router:
         return [*decode, *self._candidates.serving("prefill")] if self._stand_in else decode
 
     def can_serve(self) -> bool:
-        """Return whether the roles that serve suffice for requests."""
+        """Return whether the serving workers have the roles that requests need."""
         if self._stand_in:
             return any(self._candidates.serving(role) for role in ROLES)
         if not self._candidates.serving("decode"):
@@ -95,44 +96,45 @@ class Router:
 
     @property
     def may_prefill_locally(self) -> bool:
-        """Return whether a prompt needs no prefill worker."""
+        """Return whether a decode worker may read a prompt itself."""
         return self._split != "always"
 
     def prefill_s(self, num_tokens: int) -> float:
-        """Return the seconds that an idle worker takes to read a prompt, as measured lately."""
+        """Return the seconds that an idle worker takes to read a prompt, by recent measurements."""
         return self._pace_estimator.pace(now()).prefill_s(num_tokens)
 
     def has_other(self, role: str, request: RoutingRequest, avoid: Set[bytes]) -> bool:
-        """As `has_any`, but of workers that are not set aside."""
+        """Return whether `has_any` holds for workers that are not set aside."""
         return self.has_any(role, request, avoid | self._candidates.set_aside())
 
     def has_any(self, role: str, request: RoutingRequest, avoid: Set[bytes] = frozenset()) -> bool:
-        """Return whether a worker of this role, or one that stands in, serves that can hold the request and is not in
+        """Return whether a serving worker of this role, or one that stands in, can hold the request and is not in
         `avoid`."""
         return any(link.worker_id not in avoid for link in self._doing(role, request))
 
     def _doing(self, role: str, request: RoutingRequest) -> Sequence[WorkerLink]:
-        """Return the serving workers that do the work of this role and can hold the request."""
+        """Return the serving workers that do the work of `role` and can hold the request."""
         for each in (role, _STAND_IN[role]) if self._stand_in else (role,):
             if able := [link for link in self._candidates.serving(each) if CAN_HOLD[role](request, link.limits)]:
                 return able
         return ()
 
     def expects_worker(self, request: RoutingRequest) -> bool:
-        """Return whether a worker may come soon that serves a request which none can serve now."""
+        """Return whether a worker may come to serve soon that a request needs and that is not here now."""
         role = "prefill" if self.has_any("decode", request) else "decode"
         return self.may_come(role, request)
 
     def _splits(self, unable: Collection[bytes]) -> Sequence[str]:
-        """Return when to split: as the settings say, then, where a prefill worker can never read the prompt, not."""
+        """Return the split modes to try: the one of the settings, and "auto" behind "always" if a prefill worker can
+        never read the prompt."""
         if not unable or self._split != "always":
             return (self._split,)
         is_unable = any(link.worker_id in unable for link in self._candidates.serving("prefill"))
         return ("always", "auto") if is_unable else ("always",)
 
     def _avoidances(self, excluded: Exclusions, is_forced: bool) -> Sequence[Set[bytes]]:
-        """Return sets of workers not to ask, the largest first: the second admits those that this request avoids, and
-        where one must be found, the last also those that are set aside."""
+        """Return the sets of workers to exclude, one after the other: at first all workers that this request avoids or
+        that are set aside, then only the latter, and, if a worker must be found (`is_forced`), none of these."""
         (avoid, unable), aside = excluded, self._candidates.set_aside()
         sets = [{*avoid, *aside, *unable}, {*aside, *unable}] + ([{*unable}] if is_forced else [])
         return [one for i, one in enumerate(sets) if one not in sets[:i]]
@@ -144,8 +146,8 @@ class Router:
         matches: Matches,
         excluded: Exclusions = NONE_EXCLUDED,
     ) -> WorkerLink | None:
-        """Return a prefill worker that can read the prompt and that `taker` can take KV from; None: `taker` reads it
-        itself. Raises NoWorker."""
+        """Return a prefill worker that can read the prompt and that `taker` can take KV from; None: `taker` reads the
+        prompt itself. Raises NoWorker."""
         (candidate,) = self._candidates.as_candidates([taker], matches, request)
         is_forced = not self.may_prefill_locally
         takers = [candidate, *([_with_all_pairs(candidate)] if is_forced and candidate.no_kv_from else ())]
@@ -162,7 +164,7 @@ class Router:
         return None
 
     def pooling_worker_for(self, request: RoutingRequest, excluded: Exclusions = NONE_EXCLUDED) -> WorkerLink:
-        """Return the prefill worker that reads a prompt which nobody takes over. Raises NoWorker."""
+        """Return the prefill worker that reads a prompt for embeddings or scores. Raises NoWorker."""
         for role in ROLES if self._stand_in else ("prefill",):
             for avoided in self._avoidances(excluded, True):
                 near = self._candidates.shortlisted(role, request, Matches(), avoided, task="prefill")
@@ -173,36 +175,37 @@ class Router:
         raise NoWorker(f"no prefill worker that serves can read {needs(request)}")
 
     def may_come(self, role: str, request: RoutingRequest) -> bool:
-        """Return whether a worker of this role, or one that stands in, may come soon that can hold the request."""
+        """Return whether a worker of this role, or one that stands in, may come to serve soon and can hold the
+        request."""
         roles = (role, _STAND_IN[role]) if self._stand_in else (role,)
         return any(self._candidates.may_come(each, request, self.max_start_wait_s, task=role) for each in roles)
 
     def holder_for(self, taker: WorkerLink, matches: Matches, avoid: Collection[bytes]) -> WorkerLink | None:
-        """Return the worker from which `taker` should pull a prefix before it prefills the rest; None: none is worth
-        it."""
+        """Return the worker from which `taker` should pull a prefix before it prefills the rest; None: no worker holds
+        a prefix that is worth it."""
         holders = self._candidates.holders(matches, avoid)
         (here,) = self._candidates.as_candidates([taker], matches)
         best = choose_holder(here, self._candidates.as_candidates(holders.values(), matches))
         return holders[best.name] if best else None
 
     def note_fetch_started(self, source: WorkerLink, taker: WorkerLink, chosen_at: float) -> None:
-        """KV of `source` is fetched by `taker`; they were chosen at `chosen_at` (time.monotonic())."""
+        """Note that `taker` fetches KV from `source`; the two were chosen at `chosen_at` (time.monotonic())."""
         self._candidates.kv_pair_breakers.note_fetch_started(source, taker, chosen_at)
 
     def note_fetch_failed(self, source: WorkerLink, taker: WorkerLink, why: str) -> bool:
-        """No KV of `source` came to `taker`: others are paired for a while. Return False where it was known that none
-        might."""
+        """Note that no KV of `source` arrived at `taker`: other pairs are used for a while. Return False if this was
+        only a try of a pair that had failed before."""
         return self._candidates.kv_pair_breakers.note_fetch_failed(source, taker, why)
 
     def note_fetch_done(self, source: WorkerLink, taker: WorkerLink) -> None:
-        """KV of `source` came to `taker`."""
+        """Note that KV of `source` arrived at `taker`."""
         self._candidates.kv_pair_breakers.note_fetch_done(source, taker)
 
     def why_no_pair(self) -> str:
-        """Return why no decode worker that serves can take KV from any prefill worker, by the first of both; empty:
-        some can, be its breaker open, or of one role none serves.
+        """Return why no serving decode worker can take KV from any prefill worker, with the first worker of each role
+        as the example. Empty: one can, even if its breaker is open, or no worker of one role serves.
 
-        It is asked after every report of every worker, and computed only when other workers serve."""
+        It is called after every report of every worker, and computed only when the set of serving workers changes."""
         if self._why_no_pair[0] != self._candidates.num_changes:
             sources, takers = (
                 self._candidates.as_candidates(self._candidates.serving(role), Matches()) for role in ROLES
@@ -216,7 +219,8 @@ class Router:
     def _route(
         self, request: RoutingRequest, matches: Matches, avoid: Set[bytes], split: str, allow_open: bool
     ) -> Placement:
-        """`allow_open`: also pairs whose breakers are open. Raises NoRoute."""
+        """Choose the workers, none of them in `avoid`. `allow_open`: also pairs whose breakers are open. Raises
+        NoRoute."""
         prefill, decode = (self._candidates.shortlisted(role, request, matches, avoid) for role in ROLES)
         is_part = len(prefill) < len(self._candidates.serving("prefill"))
         try:
@@ -226,13 +230,14 @@ class Router:
                 raise
             decision = None
         if is_part and (decision is None or decision.reason == "no_prefill_worker"):
-            # Perhaps no worker was drawn that has KV for these, or a transport to them.
+            # Perhaps the shortlist has no prefill worker whose KV these decode workers can take.
             prefill = self._candidates.shortlisted("prefill", request, matches, avoid, everyone=True)
             decision = self._choose(request, prefill, decode, matches, split, allow_open)
         return Placement(decision, prefill.get(decision.prefill or ""), decode[decision.decode])
 
     def _route_to_stand_in(self, request: RoutingRequest, matches: Matches, avoid: Set[bytes]) -> Placement | None:
-        """Return a worker that does the work of both roles: a decode worker, or where none serves a prefill worker."""
+        """Return a placement on one worker that does the work of both roles: a decode worker, or, if none serves, a
+        prefill worker. None: no worker can hold the request."""
         for role in ("decode", _STAND_IN["decode"]):
             near = self._candidates.shortlisted(role, request, matches, avoid, task="decode")
             try:
@@ -258,12 +263,12 @@ class Router:
 
 
 def _with_all_pairs(taker: Candidate) -> Candidate:
-    """Return it with those as sources, too, to which its breakers are open: for where there is no other way."""
+    """Return the taker without its open breakers, for requests that cannot be served otherwise."""
     return taker._replace(no_kv_from=frozenset())
 
 
 def _why_apart(source: Candidate, taker: Candidate) -> str:
-    """Return why two workers that have KV are no pair, by what both have said."""
+    """Return why a worker cannot take KV from another one, by what both have reported."""
     if source.kv_gives.isdisjoint(taker.kv_takes):
         why = "its KV has a form that is not taken (--kv-dtype), or with --strict-numerics another numerics class"
     else:
