@@ -1,1 +1,1 @@
-"""Find workers: addresses from settings, DNS names, registration and Redis."""
+"""Find workers: by addresses in the settings, DNS names, registration and Redis."""

@@ -1,6 +1,7 @@
-"""Decide which named workers a gateway dials: those that have answered, and a few others at a time, each a few times.
+"""Decide which registered workers a gateway dials: all that have answered, and a few others at a time.
 
-Any client that can register, or write into Redis, can name addresses where no worker is.
+An address that does not answer is dialled a few times only, since any client that can register, or write into Redis,
+can name addresses at which there is no worker.
 """
 
 import random
@@ -9,17 +10,17 @@ from collections.abc import Iterator, Mapping, Set
 from gateway.discovery.worker_directory import Worker
 from gateway.link.worker_link import LinkState, WorkerLink
 
-MAX_TRIALS = 64  # workers at once that are dialled and do not answer, beside those that were lost a moment ago
-_MAX_FAILED_SESSIONS = 8  # sessions in a row without a Hello, over 2 s where it is refused at once
+MAX_TRIALS = 64  # workers dialled at a time that have not answered, in addition to those that were lost a moment ago
+_MAX_FAILED_SESSIONS = 8  # sessions in a row without a Hello; this takes over 2 s even if the address refuses each one
 _FIRST_REST_S, _LONGEST_REST_S = 5.0, 60.0
 
 
 class DialPolicy:
-    """Belongs to the event loop. A worker is (role, address)."""
+    """Choose which workers, each as (role, address), are dialled. Belongs to the event loop."""
 
     def __init__(self) -> None:
-        self.proven: set[Worker] = set()  # those that have answered, and were not given up since
-        self._resting: dict[Worker, tuple[float, float, str]] = {}  # until when, how long, and why
+        self.proven: set[Worker] = set()  # workers that have answered, and have not failed too often since
+        self._resting: dict[Worker, tuple[float, float, str]] = {}  # (until when it is not dialled, for how long, why)
 
     def choose(
         self,
@@ -29,8 +30,10 @@ class DialPolicy:
         missed: Set[Worker],
         at: float,
     ) -> set[Worker]:
-        """Return the workers to keep a session with. `here` have registered with this gateway, `elsewhere` with others;
-        `links` are those that exist now, `missed` those of them that were lost a moment ago; `at`: time.monotonic()."""
+        """Return the workers to keep a session with.
+
+        `here` have registered with this gateway, `elsewhere` with others. `links` are the links that exist now,
+        `missed` the workers among them that were lost a moment ago. `at`: time.monotonic()."""
         named = here | elsewhere | missed
         stay = missed | {worker for worker in named & links.keys() if _in_session(links[worker])}
         self.proven = {worker for worker in self.proven & named & links.keys() if not _is_failing(links[worker])} | stay
@@ -49,14 +52,16 @@ class DialPolicy:
         return chosen
 
     def excuses(self, role: str) -> list[str]:
-        """Return why some workers of this role are not dialled at present, one line each."""
+        """Return why workers of this role are not dialled at present, a line for each."""
         return [f"{address}: {why}" for (its_role, address), (_, _, why) in self._resting.items() if its_role == role]
 
     def _in_order(
         self, named: Set[Worker], here: Set[Worker], links: Mapping[Worker, WorkerLink], at: float
     ) -> Iterator[Worker]:
-        """Yield those that may be dialled, proven ones first. Strangers of other gateways are drawn at random: there
-        may be thousands, and none should be able to come first."""
+        """Yield the workers that may be dialled, proven ones first.
+
+        New workers that registered with other gateways come last and in random order: there may be thousands, and none
+        of them should be able to make itself the first."""
         new = named - links.keys() - {worker for worker, (until, _, _) in self._resting.items() if at < until}
         tried = links.keys() & named - self.proven
         for group in (self.proven, tried & here, new & here, tried - here):

@@ -1,5 +1,6 @@
-"""Find workers behind a DNS name: each of its addresses is one. Containers of a scaled service share a name, and come
-and go while gateways run."""
+"""Find workers behind a DNS name: each address of the name is one worker.
+
+Containers of a scaled service share a name, and come and go while gateways run."""
 
 import asyncio
 import errno
@@ -15,7 +16,7 @@ from baton.addresses import split_address
 from baton.service.logs import fields
 from gateway.discovery.session_set import SessionSet
 
-RESOLVE_S = 3.0  # between two looks, and the longest that one takes
+RESOLVE_S = 3.0  # between two look-ups, and the longest wait for one
 
 log = logging.getLogger(__name__)
 
@@ -30,12 +31,13 @@ def is_name(address: str) -> bool:
 
 
 async def addresses_of(host: str, port: str) -> list[str]:
-    """Return HOST:PORT for every address of a name. IPv6 addresses are left out where there are others, since a worker
-    with both is one worker. Raises OSError."""
+    """Return HOST:PORT for every address of a name. Raises OSError.
+
+    IPv6 addresses are left out if the name has IPv4 addresses, since a worker with both is one worker."""
     looked: Future[list[tuple]] = Future()
     looked.set_running_or_notify_cancel()
-    # What waits for the DNS cannot be ended. It would keep one of the four threads that all look-ups of uvloop share,
-    # or of asyncio's own, and both wait for theirs at the end of the process.
+    # A look-up cannot be cancelled. In a thread of uvloop's pool of four, or of asyncio's, it would hold up other
+    # look-ups, and the end of the process, which waits for the threads of both pools.
     looking = threading.Thread(target=_look_up, args=(host, port, looked), name="dns", daemon=True)
     try:
         looking.start()
@@ -54,17 +56,18 @@ def _look_up(host: str, port: str, looked: Future[list[tuple]]) -> None:
 
 
 class Resolver:
-    """Looks up several names at once, and none of them twice at a time: one whose DNS is silent holds up itself
-    alone."""
+    """Look up several names at the same time, each of them once at a time, so that a name whose DNS server is silent
+    does not hold up others."""
 
     def __init__(self, most: int):
-        """`most`: names at once."""
+        """`most`: how many names are looked up at the same time."""
         self._most = most
         self._running: dict[tuple[str, str], asyncio.Task[list[str]]] = {}
 
     async def resolve(self, host: str, port: str) -> list[str]:
-        """Return what `addresses_of` does. Raises OSError, also after RESOLVE_S: the look-up goes on, and the next call
-        waits for that one."""
+        """Return HOST:PORT for every address of a name. Raises OSError, also after RESOLVE_S without an answer.
+
+        The look-up then continues, and the next call for the name waits for the same one."""
         name = host, port
         if name not in self._running:
             if len(self._running) >= self._most:
@@ -79,7 +82,7 @@ class Resolver:
 
     def _end(self, name: tuple[str, str], looking: asyncio.Task[list[str]]) -> None:
         del self._running[name]
-        _ = looking.cancelled() or looking.exception()  # else asyncio logs one whose callers had all gone
+        _ = looking.cancelled() or looking.exception()  # read, since asyncio logs an exception that nobody has read
 
 
 class DnsWorkers:
@@ -88,10 +91,11 @@ class DnsWorkers:
     def __init__(self, address: str, role: str, sessions: SessionSet):
         self.address, self.role, self._sessions = address, role, sessions
         self._resolver = Resolver(1)
-        self.reason = "not looked up yet"  # why it has no addresses; empty once it has
+        self.reason = "not looked up yet"  # why the name has no addresses; empty after a look-up that succeeded
 
     async def follow(self, group: asyncio.TaskGroup, on_change: Callable[[], None]) -> None:
-        """Look the name up again and again, with a session for each address in tasks of `group`; until cancelled."""
+        """Look the name up every RESOLVE_S, and keep a session with each address, in tasks of `group`, until
+        cancelled."""
         while True:
             host, port = split_address(self.address)
             try:
@@ -104,7 +108,7 @@ class DnsWorkers:
             await asyncio.sleep(RESOLVE_S)
 
     def _note(self, reason: str) -> None:
-        """Keep the reason; sessions stay as they are, since a failed look-up says nothing of the workers."""
+        """Keep and log the reason of a failed look-up; sessions stay as they are, since it says nothing of workers."""
         if reason != self.reason:
             log.warning("workers not found %s", fields(name=self.address, reason=reason))
         self.reason = reason

@@ -1,6 +1,6 @@
 """The list of registered workers that gateways share in Redis.
 
-baton:workers    sorted set of "ROLE HOST:PORT STACK"; the score is when it expires, in seconds by the clock of Redis
+baton:workers    sorted set of "ROLE HOST:PORT STACK"; the score is when the entry expires, in seconds of Redis's clock
 """
 
 import logging
@@ -13,7 +13,7 @@ from gateway.discovery.worker_directory import Entry
 from gateway.store.redis_client import FAILURES, TooMuch, make_client, words_of
 
 NAME = "baton:workers"
-MAX_NAMES = 4096  # read at once
+MAX_NAMES = 4096  # entries that are read in one look
 MAX_LEFT_S = 60  # no gateway writes an entry that lasts longer
 _LACKS = "it lacks ZMSCORE or ZRANGE with REV, use Redis 6.2 or newer"
 
@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 
 class RedisDirectory:
-    """A directory in Redis. Every failure is an empty list: sessions that are up stay up."""
+    """A directory in Redis. After a failure it is empty until Redis answers again; sessions that are up stay up."""
 
     def __init__(self, url: str):
         self._client = make_client(url, 1.0, 1)
@@ -39,7 +39,7 @@ class RedisDirectory:
         return found
 
     async def _exchange(self, here: Mapping[Entry, float], known: list[Entry]) -> set[Entry]:
-        """As `exchange`; the latest entries are read first. Raises one of FAILURES."""
+        """Write and read the directory; the latest entries are read first. Raises one of FAILURES."""
         seconds, _ = await self._client.time()
         await self._client.zremrangebyscore(NAME, "-inf", seconds)
         await self._client.zremrangebyscore(NAME, f"({seconds + MAX_LEFT_S}", "+inf")
@@ -54,7 +54,7 @@ class RedisDirectory:
     async def _names(self) -> list[object]:
         try:
             found: Any = await self._client.execute_command("ZRANGE", NAME, 0, MAX_NAMES - 1, "REV")
-        except TooMuch:  # names that are longer than any address hide the others, but not those that are known
+        except TooMuch:  # entries longer than any address hide the others; those that are known are read by `zmscore`
             return []
         return found[:MAX_NAMES]
 
@@ -63,13 +63,13 @@ class RedisDirectory:
 
 
 def _words_of(error: Exception) -> str:
-    """Describe a failure in one line, also that of a Redis to which a command of ours is new."""
+    """Describe a failure in one line, and say so if Redis is too old for a command."""
     is_new_there = str(error).startswith(("unknown command", "syntax error"))
     return f"{_LACKS}: {words_of(error)}" if is_new_there else words_of(error)
 
 
 def _read(member: Any) -> Entry | None:
-    """Return an entry, or None for what no gateway would write. Older gateways write no stack."""
+    """Return an entry, or None if no gateway would write this. Older gateways write no stack."""
     try:
         role, address, *stacks = member.decode("ascii").split(" ")
     except (AttributeError, UnicodeDecodeError, ValueError):

@@ -1,4 +1,4 @@
-"""Find workers that have registered, with this gateway or, by way of Redis, with another one of its stack."""
+"""Find workers that have registered with this gateway or, through Redis, with another gateway of its stack."""
 
 import asyncio
 import contextlib
@@ -20,7 +20,7 @@ from gateway.link.worker_link import WorkerLink
 TTL_S = 10.0
 MAX_WORKERS = 4096
 _LOOK_S = 1.0
-_MAX_RESOLVING = 128  # names at once, each with a thread
+_MAX_RESOLVING = 128  # names that are looked up at the same time, in a thread for each
 _OF_OTHERS = (
     "registered with gateways of another --model, or of an older version, on this Redis: gateways share those of one name "
     "and folder; give each stack a database of its own, or name this gateway in the workers' --gateways"
@@ -32,8 +32,8 @@ log = logging.getLogger(__name__)
 class Registrations:
     """Keep sessions with registered workers.
 
-    They are dialled only by IP addresses within `networks`, so that a name cannot change its meaning between check and
-    call."""
+    Workers are dialled only by IP addresses within `networks`, so that a name cannot resolve differently between the
+    check and the call."""
 
     def __init__(
         self,
@@ -43,20 +43,20 @@ class Registrations:
         stacks: Callable[[], Set[str]],
         stack_of: Callable[[WorkerLink], str],
     ):
-        """`stacks()` are those of the models that are served here, `stack_of(link)` that of a worker's model: empty
-        before it has said what it serves."""
+        """`stacks()` returns the stacks of the models that are served here, `stack_of(link)` the stack of a worker's
+        model, which is empty until the worker has said what it serves."""
         self._members, self._directory, self._networks = members, directory, networks
         self._stacks, self._stack_of = stacks, stack_of
         self._until: dict[Worker, float] = {}
         self._policy = DialPolicy()
-        self._elsewhere: dict[Worker, bool] = {}  # registered elsewhere -> whether it may be dialled
-        self._others: set[Worker] = set()  # of other stacks
+        self._elsewhere: dict[Worker, bool] = {}  # worker of another gateway -> whether it may be dialled
+        self._others: set[Worker] = set()  # workers of other stacks
         self._has_others_alone = False
         self._resolver = Resolver(_MAX_RESOLVING)
         self._has_new = asyncio.Event()
 
     async def note(self, role: str, address: str) -> None:
-        """Keep this worker for TTL_S, if its address may be dialled. Raises InvalidRequest, Overloaded."""
+        """Keep this worker for TTL_S if its address may be dialled. Raises InvalidRequest and Overloaded."""
         try:
             worker = role, await self._resolved(address) if is_name(address) else _plain(address)
             self._check(*worker)
@@ -70,8 +70,8 @@ class Registrations:
             self._has_new.set()
 
     async def follow(self, group: asyncio.TaskGroup, on_change: Callable[[], None]) -> None:
-        """Keep a session with each discovered worker, in tasks of `group`; until cancelled."""
-        # Not for ever: a directory in Redis may swallow the cancellation.
+        """Keep a session with each registered worker that is dialled, in tasks of `group`, until cancelled."""
+        # The check is needed since a call to Redis may swallow the cancellation.
         while not is_cancelled():
             await self._look(group)
             on_change()
@@ -85,7 +85,7 @@ class Registrations:
         await self._directory.close()
 
     def excuses(self, role: str) -> list[str]:
-        """Return why registered workers of this role are not dialled, one line each."""
+        """Return why registered workers of this role are not dialled, a line for each reason."""
         num = sum(its_role == role for its_role, _ in self._others)
         return self._policy.excuses(role) + ([f"{num} {_OF_OTHERS}"] if num else [])
 
@@ -103,7 +103,7 @@ class Registrations:
             members.keep([address for its_role, address in chosen if its_role == role], group)
 
     def _of_these_stacks(self, found: set[Entry]) -> set[Worker]:
-        """Return the workers of models that are served here, and note the others."""
+        """Return the workers of models that are served here; note the others, and log if there are only such."""
         stacks = self._stacks()
         named = {(role, address) for role, address, stack in found if stack in stacks}
         self._others = {(role, address) for role, address, _ in found} - named - self._until.keys()
@@ -115,8 +115,7 @@ class Registrations:
         return named
 
     def _allowed(self, found: set[Worker]) -> set[Worker]:
-        """Return those of other gateways' workers that may be dialled. Each is checked once for as long as it is
-        listed."""
+        """Return the workers of other gateways that may be dialled. Each is checked once while it is listed."""
         before = self._elsewhere
         self._elsewhere = {worker: before[worker] if worker in before else self._may_be(*worker) for worker in found}
         return {worker for worker, may_be in self._elsewhere.items() if may_be}
@@ -128,7 +127,7 @@ class Registrations:
         return False
 
     def _check(self, role: str, address: str) -> None:
-        """Raises _Wrong for a role or an address that is not allowed."""
+        """Raise _Wrong for a role or an address that is not allowed."""
         if role not in self._members:
             raise _Wrong("role", f"{role!r} is neither prefill nor decode")
         host, port = _split(address)
@@ -139,7 +138,7 @@ class Registrations:
             raise _Wrong("address", message)
 
     async def _resolved(self, address: str) -> str:
-        """Return the first address of a name that may be dialled, else the first. Raises _Wrong."""
+        """Return the first address of a name that may be dialled; if there is none, the first one. Raises _Wrong."""
         host, port = _split(address)
         try:
             found = await self._resolver.resolve(host, str(port))
@@ -153,7 +152,7 @@ class _Wrong(Exception):
 
 
 def _split(address: str) -> tuple[str, int]:
-    """Return (host, port). Raises _Wrong."""
+    """Return the host and the port of an address. Raises _Wrong."""
     try:
         return split_address(address)
     except AddressError as error:
@@ -161,7 +160,7 @@ def _split(address: str) -> tuple[str, int]:
 
 
 def _plain(address: str) -> str:
-    """Return IP:PORT in its one spelling. Raises _Wrong for any other address."""
+    """Return IP:PORT in its canonical spelling. Raises _Wrong if the host is no IP address."""
     host, port = _split(address)
     try:
         ip = ipaddress.ip_address(host)

@@ -1,7 +1,7 @@
-"""The list of registered workers that gateways of one stack share: registering with one is registering with all.
+"""The list of registered workers that the gateways of a stack share: a worker that registers with one is known to all.
 
-Of one stack are the gateways that serve a model by one name and from one folder. What another stack has may have the
-same tokenizer and other weights. Without Redis, or with one that does not answer, a gateway knows the workers that have
+Gateways that serve a model by one name and from one folder are of one stack. Workers of another stack may have the same
+tokenizer and other weights. If there is no Redis, or it does not answer, a gateway knows only the workers that have
 registered with itself.
 """
 
@@ -24,8 +24,8 @@ class WorkerDirectory(Protocol):
     """A list of registered workers that gateways share."""
 
     async def exchange(self, here: Mapping[Entry, float], known: Collection[Entry] = ()) -> set[Entry]:
-        """Write for how many seconds each of `here` is registered; return the workers that gateways have written: all
-        that are `known`, and a bounded number of others. What is returned is not trusted."""
+        """Write the workers `here`, each with the seconds for which it is registered, and return the workers that
+        gateways have written: those of `known`, and a bounded number of others. They need not be trustworthy."""
         ...
 
     async def close(self) -> None:
@@ -33,7 +33,7 @@ class WorkerDirectory(Protocol):
 
 
 class LocalDirectory:
-    """The directory of a gateway that is alone: always empty."""
+    """The directory of a gateway that shares no list with others: it is always empty."""
 
     async def exchange(self, here: Mapping[Entry, float], known: Collection[Entry] = ()) -> set[Entry]:
         return set()
