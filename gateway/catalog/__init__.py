@@ -1,1 +1,1 @@
-"""The models that are served: found by the name that a request gives, added, replaced and removed while others run."""
+"""The models that are served: find them by name, and add, replace and remove them at run time."""

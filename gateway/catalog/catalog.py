@@ -1,4 +1,4 @@
-"""Find the model that a request names, among those that are served now; add, replace and remove models at run time."""
+"""Find the model that a request names among those that are served; add, replace and remove models at run time."""
 
 import asyncio
 import logging
@@ -15,15 +15,17 @@ from gateway.catalog.model_version import ModelVersion
 from gateway.config.served_model import ServedModel
 from gateway.request.validation import not_known, not_served
 
-MAX_MODELS = 64  # names: each is a label of every metric
+MAX_MODELS = 64  # names of models; each one is a label of every metric
 _IDENTITY = re.compile(r"[0-9a-f]{64}")
 
 log = logging.getLogger(__name__)
 
 
 class VersionUse:
-    """Count a request on a version, as a context manager; one that was replaced is dropped with its last. Not made of a
-    generator, which would take 1 KiB of each open stream."""
+    """Count a request on a model version while the context is entered; a replaced version is dropped with its last
+    request.
+
+    It is not made from a generator, which would add 1 KiB to each open stream."""
 
     __slots__ = ("_catalog", "_version")
 
@@ -40,8 +42,10 @@ class VersionUse:
 
 
 class Catalog:
-    """Belongs to the event loop. A name stands for the oldest of its versions that is not retired: a newer one takes
-    over once workers serve it, and the one before is dropped with its last request."""
+    """The models that are served, by name. Belongs to the event loop.
+
+    A name stands for the oldest of its versions that is not retired. A newer version takes over once workers serve it,
+    and the one before is dropped with its last request."""
 
     def __init__(
         self,
@@ -49,15 +53,15 @@ class Catalog:
         drop: Callable[[ModelVersion], None],
         root: Path | None,
     ):
-        """`make(name, path, identity)` reads a model's folder and begins to serve it. Raises SettingsError. `root`:
-        below which operators may name folders; None: they may not."""
+        """`make(name, path, identity)` reads a model's folder, begins to serve it, and may raise SettingsError. `drop`
+        releases a version. `root`: the folder below which operators may add models; None: they may not."""
         self.versions: list[ModelVersion] = []  # the oldest first
         self._make, self._drop, self._root = make, drop, root
         self._turn = asyncio.Lock()
 
     @property
     def current(self) -> list[ModelVersion]:
-        """Return what each name stands for, in the order in which they came."""
+        """Return the version that each name stands for, in the order in which the names came."""
         found: dict[str, ModelVersion] = {}
         for version in self.versions:
             if not version.fleet.is_retired:
@@ -66,18 +70,20 @@ class Catalog:
 
     @property
     def only_name(self) -> str:
-        """Return the name of the model where there is one, else nothing."""
+        """Return the name of the model if only one is served, otherwise an empty string."""
         names = {version.name for version in self.current}
         return names.pop() if len(names) == 1 else ""
 
     def find(self, asked: str, tenant: str) -> ModelVersion:
-        """Return the model that a request names: by its name, as MODEL:ADAPTER, by an adapter of its own, or not at all
-        where there is one. Raises NotFound, Unavailable where that is not known yet, and InvalidRequest where it could
-        be one of several."""
+        """Return the model that a request names.
+
+        A request names it by MODEL, MODEL:ADAPTER or the name of an adapter that one model has, and needs no name if
+        only one model is served. Raises NotFound, Unavailable if that is not known yet, and InvalidRequest if the name
+        could mean several models."""
         current = self.current
         for version in current:
             if version.name == asked or len(current) == 1:
-                return version  # of a single one, requests are checked for what they name
+                return version  # if it is the only one, validation checks later what the request names
         models = [version.seen_by(tenant) for version in current]
         found = [version for version, model in zip(current, models, strict=True) if model.find(asked) is not None]
         if len(found) == 1:
@@ -87,20 +93,20 @@ class Catalog:
         raise InvalidRequest("model", _ambiguous(asked, models))
 
     def find_or_first(self, asked: str, tenant: str) -> ModelVersion:
-        """Return the model that a request names, or any where it will end with an error for that."""
+        """Return the model that a request names, or any model if the request will be refused for its name."""
         try:
             return self.find(asked, tenant)
         except BatonError:
             return self.current[0]
 
     def using(self, version: ModelVersion) -> "VersionUse":
-        """Return what counts a request on a version while it is entered."""
+        """Return a context manager that counts a request on `version`."""
         return VersionUse(self, version)
 
     def note_change(self) -> None:
-        """Let newer versions that can serve take over, and drop what nobody uses any more."""
+        """Let newer versions that can serve take over, and drop retired versions without requests."""
         if len(self.versions) == len({version.name for version in self.versions if not version.fleet.is_retired}):
-            return  # this runs after every report of every worker
+            return  # nothing is being replaced; this check is short as it runs after every report of every worker
         newer: set[str] = set()
         for version in reversed(self.versions):
             if version.name in newer and not version.fleet.is_retired:
@@ -113,11 +119,12 @@ class Catalog:
             self._drop(version)
             log.info("model dropped %s", fields(model=version.name, identity=version.fleet.last_identity.hex() or "-"))
 
-    # ---- what operators call ----
+    # ---- called by operators ----
 
     async def add(self, name: str, path: str, identity: str) -> None:
-        """Serve a model from a folder, now or, where its name is taken, once a worker serves it. Raises BatonError, and
-        then nothing has changed."""
+        """Serve a model from a folder: now or, if another model has the name, as soon as a worker serves it.
+
+        `identity` is what its workers must have, in hex, or empty. Raises BatonError; then nothing has changed."""
         try:
             check_model_name(name, "name")
         except ValueError as error:
@@ -135,7 +142,8 @@ class Catalog:
         log.info("model added %s", fields(model=name, path=folder, identity=identity or "-"))
 
     def remove(self, name: str) -> int:
-        """Take a model from new requests; return how many of its own go on. Raises NotFound, FailedPrecondition."""
+        """Give a model no new requests; return how many of its requests still run. Raises NotFound and
+        FailedPrecondition."""
         named = [version for version in self.versions if version.name == name and not version.fleet.is_retired]
         if not named:
             raise not_served(name, [version.seen_by() for version in self.current])

@@ -1,4 +1,4 @@
-"""One model behind the gateway: its text, its workers, and the requests that are on it."""
+"""One version of a model: its text processing, its workers, and the requests that run on it."""
 
 from baton.protocol import CONSTRAINTS, DEFAULT_TENANT
 from gateway.config.served_model import ServedModel
@@ -8,16 +8,18 @@ from gateway.pooling.pooling_pipeline import PoolingPipeline
 
 
 class ModelVersion:
-    """Belongs to the event loop. Of one name there are two while one is replaced."""
+    """Everything that serves one version of a model. While a model is replaced, its name has two versions.
+
+    Belongs to the event loop."""
 
     def __init__(self, pipeline: Pipeline):
         self.pipeline = pipeline
         self.pooling = PoolingPipeline(pipeline)
-        self.num_running = 0  # requests on it
+        self.num_running = 0  # requests that run on this version
 
     @property
     def fleet(self) -> ModelFleet:
-        """Its workers."""
+        """The workers of this version."""
         return self.pipeline.fleet
 
     @property
@@ -26,15 +28,16 @@ class ModelVersion:
         return self.fleet.name
 
     def seen_by(self, tenant: str = DEFAULT_TENANT) -> ServedModel:
-        """Return what requests of a tenant are checked against."""
+        """Return the model as requests of a tenant are checked against it."""
         return self.fleet.model.seen_by(tenant)
 
     def note_change(self) -> None:
-        """Take a change of the fleet: requests that wait may go on, and constraints may come."""
+        """Note a change of the fleet: let waiting requests look for a worker, and prepare constraints if they can be
+        served."""
         self.pipeline.queues.call_first()
         if self.fleet.can(CONSTRAINTS):
             self.pipeline.text.expect_constraints()
 
     def close(self) -> None:
-        """End the threads of its text."""
+        """End the threads that process text."""
         self.pipeline.text.close()
