@@ -1,4 +1,4 @@
-"""`python -m gateway`: what clients call. Prints `ready grpc=HOST:PORT admin=HOST:PORT pid=N` once it serves."""
+"""Run a gateway: `python -m gateway`. It prints `ready grpc=HOST:PORT admin=HOST:PORT pid=N` once it serves."""
 
 import sys
 from collections.abc import Sequence
@@ -13,7 +13,8 @@ from gateway.config.settings import GatewaySettings
 
 
 def read_settings(argv: Sequence[str] | None = None) -> GatewaySettings:
-    """Return what flags, variables and a file set. Raises SettingsError; flags that do not exist end the process."""
+    """Return the settings from flags, environment variables and a file. Raises SettingsError; an unknown flag ends the
+    process."""
     parser = make_parser("python -m gateway", "the entry point for clients: tokenizes, routes, streams; needs no GPU")
     parser.add_argument("--config", type=Path, metavar="FILE", help="settings as TOML; environment and flags win")
     add_flags(parser, GatewaySettings)
@@ -23,7 +24,8 @@ def read_settings(argv: Sequence[str] | None = None) -> GatewaySettings:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Return 0 after draining, 1 for a failed start, 2 for wrong use; a failed start says why in one line on stderr."""
+    """Run a gateway until it is told to stop. Return 0 after draining, 1 for a failed start, 2 for wrong use; a failed
+    start says why in one line on stderr."""
     try:
         settings = read_settings(argv)
     except SettingsError as error:

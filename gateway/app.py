@@ -1,4 +1,4 @@
-"""A gateway put together: its ports, the pipeline behind them, sessions with workers, health and admin pages."""
+"""The application: a gateway with its ports, pipelines, sessions with workers, health and admin pages."""
 
 import asyncio
 import gc
@@ -49,16 +49,17 @@ from gateway.store.redis_url import without_password
 from gateway.version_factory import VersionFactory
 
 _STOP_GRACE_S = 1.0
-# New objects before the collector looks for circles among them: every request makes hundreds that live for its time and
-# are in none. At Python's own 700 it took a tenth of the time of a busy gateway. gRPC leaves circles behind each call:
-# at 50,000 a gateway that had refused 28,000 calls took 217 MiB and went on growing, at 2,000 it stayed at 92.
+# New objects after which the garbage collector looks for cycles. Every request makes hundreds of objects, which live as
+# long as the request and are in no cycle: at Python's default of 700 the collector took a tenth of a busy gateway's
+# time. But gRPC leaves cycles behind each call: at 50,000 a gateway that had refused 28,000 calls took 217 MiB and kept
+# growing; at 2,000 it stayed at 92 MiB.
 _COLLECT_AT = 2_000
 
 log = logging.getLogger(__name__)
 
 
 async def serve(settings: GatewaySettings, stop: asyncio.Event) -> int:
-    """Serve until `stop`, then drain; return 0. Raises SettingsError, ListenError: one line each."""
+    """Serve until `stop` is set, then drain and return 0. Raises SettingsError and ListenError, each with one line."""
     try:
         quotas = Quotas.read(settings.quotas)
     except ValueError as error:
@@ -70,7 +71,7 @@ async def serve(settings: GatewaySettings, stop: asyncio.Event) -> int:
     telemetry.setup("baton-gateway")
     genai_metrics.setup("baton-gateway")
     gc.collect()
-    gc.freeze()  # what is loaded stays
+    gc.freeze()  # objects that exist now live as long as the process
     gc.set_threshold(_COLLECT_AT, 10, 10)
     try:
         return await gateway.run(ports.port, stop, ports.fleet_port)
@@ -80,10 +81,10 @@ async def serve(settings: GatewaySettings, stop: asyncio.Event) -> int:
 
 
 class Gateway:
-    """All parts of one gateway, made in the order in which they need each other."""
+    """All parts of one gateway, made in the order in which they need each other. The constructor raises
+    SettingsError."""
 
     def __init__(self, settings: GatewaySettings, folders: Sequence[ModelFolder], ports: Ports, quotas: Quotas):
-        """Raises SettingsError."""
         self._settings, self._quotas = settings, quotas
         self._server, self._guard = ports.server, ports.guard
         self._changed = asyncio.Event()
@@ -91,7 +92,7 @@ class Gateway:
         self._secret = read_secret(settings.cluster_secret) if settings.cluster_secret else None
         self.registry = Registry(settings, self.index, self._secret, self._on_fleet_change)
         self._admission = AdmissionControl(settings.max_concurrent_requests, quotas)
-        self._running: dict[str, RequestMachine] = {}  # of all models, by key_id
+        self._running: dict[str, RequestMachine] = {}  # key_id -> request, over all models
         self._versions = VersionFactory(settings, self.registry, self.index, self._admission, self._running, self._gaps)
         self.catalog = Catalog(self._versions.add, self._versions.drop, settings.model_root)
         self.recent = RecentRequests(self.registry.worker_started_at)
@@ -111,12 +112,13 @@ class Gateway:
         )
         self._secret_checked = asyncio.Event()
         self.http: HttpServer | None = None  # the HTTP API, once it is open
-        self._ready_line = ""  # still to be printed
-        self._closing: asyncio.Task | None = None  # of the port, while it drains
+        self._ready_line = ""  # emptied once it is printed
+        self._closing: asyncio.Task | None = None  # closes the port while the gateway drains
 
     async def run(self, port: int, stop: asyncio.Event, fleet_port: int | None = None) -> int:
-        """Serve until `stop`, then drain; return 0. `port` is what the server is bound to, `fleet_port` the one for
-        callers with certificates. Raises SettingsError."""
+        """Serve until `stop` is set, then drain and return 0. Raises SettingsError.
+
+        `port` is the port to which the server is bound, `fleet_port` the one for callers with certificates."""
         settings = self._settings
         for version in self.catalog.versions:
             await self._versions.make_public(version)
@@ -146,7 +148,7 @@ class Gateway:
             await self._close(admin, running)
 
     def _add_services(self) -> tuple[FleetService, Health]:
-        """Let the server answer clients, operators and workers, once it has started; it is not healthy yet."""
+        """Add the services for clients, operators and workers to the server; the health service says not serving."""
         settings, server = self._settings, self._server
         InferenceService(self.handler).add_to(server)
         shown_url = without_password(settings.redis) if settings.redis else None
@@ -160,7 +162,7 @@ class Gateway:
         return fleet, health
 
     def _ready_text(self, port: int, fleet_port: int | None, admin_port: int) -> str:
-        """Return the line that says where it is reached."""
+        """Return the line that says at which addresses the gateway is reached."""
         settings = self._settings
         grpc_address, admin_address = f"{host_of(settings.listen)}:{port}", f"{host_of(settings.admin)}:{admin_port}"
         fleet_address = f" fleet={host_of(settings.fleet_listen)}:{fleet_port}" if fleet_port else ""
@@ -168,7 +170,7 @@ class Gateway:
         return f"ready grpc={grpc_address}{http_address}{fleet_address} admin={admin_address} pid={os.getpid()}"
 
     def _start_tasks(self) -> list[asyncio.Task]:
-        """Start what runs beside requests for as long as the gateway does."""
+        """Start and return the tasks that run as long as the gateway."""
         running = [tasks.start("registry", self.registry.run), tasks.start("heap", heap.keep_trimmed)]
         if self._settings.redis:
             running.append(tasks.start("redis", self._keep_index))
@@ -177,7 +179,7 @@ class Gateway:
         return running
 
     async def _close(self, admin: Admin, running: Sequence[asyncio.Task]) -> None:
-        """End all that is served, and what runs beside it."""
+        """Stop the servers, the models and the background tasks."""
         if self.http:
             await self.http.stop()
         await self._server.stop(_STOP_GRACE_S)
@@ -189,8 +191,9 @@ class Gateway:
         await asyncio.gather(*running, return_exceptions=True)
 
     def _api_url(self, host: str) -> str | None:
-        """Return where the admin page, which was asked at `host`, may send a completion: to the HTTP API where both are
-        reached from this host alone, or where --http-origins lets pages call it."""
+        """Return the URL of the HTTP API if the admin page, which a browser opened at `host`, may call it, else None.
+
+        It may if both ports are reached from this host only, or if --http-origins lets pages call the API."""
         settings = self._settings
         if self.http is None or not (settings.http_origins or self._pages_are_here):
             return None
@@ -198,10 +201,11 @@ class Gateway:
 
     @property
     def _pages_are_here(self) -> bool:
+        """Whether the HTTP API and the admin pages are both reached from this host only."""
         return is_loopback(self._settings.http or "") and is_loopback(self._settings.admin)
 
     def _open_http(self, admin_port: int) -> HttpServer | None:
-        """Serve the HTTP API, if it is configured. Raises ListenError."""
+        """Start the HTTP API if it is configured. Raises ListenError."""
         settings = self._settings
         if settings.http is None:
             return None
@@ -218,7 +222,7 @@ class Gateway:
         return server
 
     def readiness(self) -> tuple[bool, dict]:
-        """Return whether requests can be served, and the page that says so: the workers as this gateway sees them."""
+        """Return whether requests can be served, and the data of the readiness page with the state of each worker."""
         reason = self.handler.not_ready()
         workers = {
             link.address: {"state": link.state.value, "reason": link.reason, "num_legs": len(link.legs)}
@@ -227,7 +231,7 @@ class Gateway:
         return reason is None, {"ready": reason is None, "reason": reason or "", "workers": workers}
 
     def _gaps(self, record: RequestRecord) -> Callable[[float], None]:
-        return self.meters.gaps(record)  # which are made after what makes models
+        return self.meters.gaps(record)  # not bound earlier: the meters are made after the models that call this
 
     def _on_request_end(self, record: RequestRecord, error: BaseException | None) -> None:
         self.meters.ended(record, error)
@@ -241,7 +245,7 @@ class Gateway:
         self._changed.set()
 
     async def _watch(self, health: Health) -> None:
-        """Let health follow readiness, and print the ready line once. Raises SettingsError."""
+        """Set the health service whenever readiness changes, and print the ready line once. Raises SettingsError."""
         await self._check_secret()
         while True:
             reason = self.registry.not_ready()
@@ -257,7 +261,7 @@ class Gateway:
             self._changed.clear()
 
     async def _check_secret(self) -> None:
-        """Compare the secret, or that there is none, with other gateways. Raises SettingsError."""
+        """Check that other gateways have the same secret, or none as this one. Raises SettingsError."""
         try:
             await self.index.check_secret(fingerprint(self._secret or NO_SECRET))
         except SecretDiffers as error:
@@ -279,8 +283,8 @@ class Gateway:
         log.info("draining %s", fields(running=self.handler.num_running))
         if self.http:
             self.http.drain()
-        # What runs goes on, and clients are told (GOAWAY) that the next call takes a new connection: that of a Service
-        # leads to another gateway. `run` ends what is left, by a shorter grace, which counts.
+        # Running requests continue. Clients get GOAWAY, so their next call opens a new connection, which a Kubernetes
+        # Service leads to another gateway. `run` ends what is left, with a shorter grace period, which wins.
         grace_s = self._settings.drain_grace_s
         self._closing = asyncio.create_task(self._server.stop(grace_s + 2 * _STOP_GRACE_S), name="close the port")
         deadline = asyncio.get_running_loop().time() + grace_s
@@ -291,10 +295,12 @@ class Gateway:
 
     @property
     def _is_busy(self) -> bool:
+        """Whether requests run or HTTP connections are still answered."""
         return self.handler.num_running > 0 or (self.http is not None and self.http.is_busy)
 
     def _give_up(self) -> None:
-        """Tell clients how to continue elsewhere; workers keep what that needs."""
+        """End the requests that still run: clients are told how to continue on another gateway, and workers keep the
+        sequences."""
         for machine in list(self._running.values()):
             machine.give_up(RequestEvent.GRACE_OVER)
         for link in self.registry.links:

@@ -1,5 +1,4 @@
-"""Make what serves a model of its folder: read its text, join it with its workers and the gateway's parts, let it go
-again."""
+"""Make a ModelVersion: read the tokenizer and template of its folder, and join them with the gateway's parts."""
 
 import asyncio
 from collections.abc import Callable
@@ -30,7 +29,9 @@ from gateway.text.tokenizer import Tokenizer
 
 
 class VersionFactory:
-    """Belongs to the event loop."""
+    """Make model versions, and let them go again. Belongs to the event loop.
+
+    `running` are the requests of all models by key_id; `gaps` is the field of Pipeline."""
 
     def __init__(
         self,
@@ -41,17 +42,17 @@ class VersionFactory:
         running: dict[str, RequestMachine],
         gaps: Callable[[RequestRecord], Callable[[float], None]],
     ):
-        """`running`: the requests of all models, by key_id; `gaps`: as a Pipeline takes it."""
         self._settings, self._registry, self._index = settings, registry, index
         self._admission, self._running, self._gaps = admission, running, gaps
 
     def make(self, folder: ModelFolder) -> ModelVersion:
-        """Read the text of a model, in place, and let its workers come. Raises SettingsError."""
+        """Read a model's tokenizer and template in this thread, and accept its workers. Raises SettingsError."""
         return self._join(folder, *self._read_text(folder))
 
     async def add(self, name: str, path: Path, required_identity: bytes) -> ModelVersion:
-        """Read a model's folder and begin to serve it while others run. Raises SettingsError; whatever ends it, a
-        cancelled call too, nothing has changed then."""
+        """Read a model's folder, and begin to serve it while others run.
+
+        Raises SettingsError. If it fails or is cancelled, nothing has changed."""
         folder = await asyncio.to_thread(read_model, path, name)
         version = self._join(folder, *await asyncio.to_thread(self._read_text, folder), required_identity)
         try:
@@ -64,20 +65,20 @@ class VersionFactory:
         return version
 
     async def make_public(self, version: ModelVersion) -> None:
-        """Give the public prefixes of the settings one name for all tenants. Raises SettingsError for one that the
-        model cannot have."""
+        """Let all tenants share the public prefixes of the settings. Raises SettingsError for a prefix that the model
+        cannot have."""
         if self._settings.public_prefixes:
             pipeline = version.pipeline
             encode = partial(pipeline.text.encode, context=version.fleet.model.context)
             pipeline.prefix_hashes.make_public(await read_public_prefixes(self._settings.public_prefixes, encode))
 
     def drop(self, version: ModelVersion) -> None:
-        """Let its workers go, and end the threads of its text."""
+        """Refuse the version's workers from now on, and end the threads that process its text."""
         self._registry.drop(version.fleet)
         version.close()
 
     def _read_text(self, folder: ModelFolder) -> tuple[TextWork, AnswerReader]:
-        """Raises SettingsError. Takes a second for a large tokenizer."""
+        """Read a model's tokenizer and template, which takes a second if they are large. Raises SettingsError."""
         name = str(folder.path if is_gguf(folder.path) else folder.path / "tokenizer.json")
         tokenizer = Tokenizer(folder.tokenizer_json, name, folder.begin, folder.end)
         spells_controls = self._settings.control_tokens_in_prompts
@@ -88,8 +89,8 @@ class VersionFactory:
     def _join(
         self, folder: ModelFolder, text: TextWork, reader: AnswerReader, required_identity: bytes = b""
     ) -> ModelVersion:
-        """Join all parts of a model, and let its workers come."""
-        # Some files name it nowhere else; `special_tokens` are those of the tokenizer.
+        """Join all parts of a model, and accept its workers."""
+        # Some models name the end token only in `special_tokens`, which are those of the tokenizer.
         ends = folder.eos_ids | text.control_ids(folder.special_tokens.get("eos_token", ""))
         settings, fleet = self._settings, self._registry.add(replace(folder, eos_ids=ends), required_identity)
         return ModelVersion(
