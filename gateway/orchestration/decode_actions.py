@@ -8,18 +8,18 @@ from gateway.orchestration.states import Occurrence
 from gateway.request.request_state import RequestState
 
 
-def ignore(request: RequestContext, occurred: Occurrence[object]) -> None:
+def ignore(request: RequestContext, event: Occurrence[object]) -> None:
     """Do nothing."""
 
 
-def take_tokens(request: RequestContext, occurred: Occurrence[Tokens]) -> None:
+def take_tokens(request: RequestContext, event: Occurrence[Tokens]) -> None:
     """Add tokens to the answer. Raises Diverged and InvalidRequest."""
-    tokens = occurred.message
+    tokens = event.payload
     request.attempt.has_stepped = True
     request.answer.push(tokens.choice, tokens.first_index, tokens.token_ids, tokens.logprobs, tokens.finish_reason)
 
 
-def expect_report(request: RequestContext, occurred: Occurrence[None]) -> RequestState | None:
+def expect_report(request: RequestContext, event: Occurrence[None]) -> RequestState | None:
     """Wait for the decode worker's report of what it measured, or end the request if it decoded nothing."""
     decode = request.attempt.decode
     if not request.attempt.is_decoding:
@@ -30,29 +30,29 @@ def expect_report(request: RequestContext, occurred: Occurrence[None]) -> Reques
     return None
 
 
-def end_answered(request: RequestContext, occurred: Occurrence[pb.Ended | Lost | None]) -> None:
+def end_answered(request: RequestContext, event: Occurrence[pb.Ended | Lost | None]) -> None:
     """End the request with its answer; record the decode worker's report if it came."""
-    if isinstance(occurred.message, pb.Ended):
-        request.record.measured.decode = occurred.message.decode
+    if isinstance(event.payload, pb.Ended):
+        request.record.measured.decode = event.payload.decode
         request.attempt.decode.note_success()
 
 
-def end_unread(request: RequestContext, occurred: Occurrence[Overflow | None]) -> None:
+def end_unread(request: RequestContext, event: Occurrence[Overflow | None]) -> None:
     """End the request with Overloaded: the client does not read its tokens."""
     raise Overloaded("too many tokens of this answer are unread", 0.0, reason="SLOW_READER")
 
 
-def end_deadline(request: RequestContext, occurred: Occurrence[None]) -> None:
+def end_deadline(request: RequestContext, event: Occurrence[None]) -> None:
     """End the request with DeadlineExceeded."""
-    raise DeadlineExceeded(f"the deadline passed while {occurred.before.value}")
+    raise DeadlineExceeded(f"the deadline passed while {event.before.value}")
 
 
-def end_draining(request: RequestContext, occurred: Occurrence[None]) -> None:
+def end_draining(request: RequestContext, event: Occurrence[None]) -> None:
     """End the request with Unavailable, which tells the client how to continue on another gateway."""
     message = "this gateway is shutting down: send the same request with the returned seed and resume_from"
     raise Unavailable(message, 0.0, reason="DRAINING")
 
 
-def end_cancelled(request: RequestContext, occurred: Occurrence[None]) -> None:
+def end_cancelled(request: RequestContext, event: Occurrence[None]) -> None:
     """End the request with Cancelled."""
     raise Cancelled("the client went away")

@@ -99,19 +99,19 @@ class AttemptFailures:
         self._waits_since: float | None = None  # since when the request has waited for any worker
         self._awaited: BatonError | None = None  # the error to report if no worker comes
 
-    def judge(self, occurred: Occurrence, attempt: Attempt) -> None:
+    def judge(self, event: Occurrence, attempt: Attempt) -> None:
         """Count the failure that ended `attempt`, and avoid its worker from now on. Raises BatonError if the request
         must not be tried again."""
-        error, blamed, worker_id = self._failure(occurred, attempt)
-        if _may_have_died_of_it(occurred, attempt):
-            self._budget.note_death(occurred.message, blamed, worker_id)
-        self._note(occurred, error, blamed)
-        self._router.note_failure(worker_id, is_draining(occurred.message))
-        is_routed_around = _is_worker_gone(occurred.message)
-        if _is_kv_missing(occurred, attempt):
+        error, blamed, worker_id = self._failure(event, attempt)
+        if _may_have_died_of_it(event, attempt):
+            self._budget.note_death(event.payload, blamed, worker_id)
+        self._note(event, error, blamed)
+        self._router.note_failure(worker_id, is_draining(event.payload))
+        is_routed_around = _is_worker_gone(event.payload)
+        if _is_kv_missing(event, attempt):
             is_routed_around = self._router.note_fetch_failed(blamed, attempt.decode.link, error.message)
-        if _is_fault(occurred, error):
-            blamed.note_failure(f"{occurred.event.value} while {occurred.before.value}")
+        if _is_fault(event, error):
+            blamed.note_failure(f"{event.kind.value} while {event.before.value}")
         if error.code in FINAL_CODES or error.reason in _FINAL_REASONS:
             raise error
         self.check_deaths()
@@ -150,10 +150,10 @@ class AttemptFailures:
                 self._record.phase = self._record.failures[-1].phase
             raise self._awaited
 
-    def _failure(self, occurred: Occurrence, attempt: Attempt) -> tuple[BatonError, WorkerLink, bytes]:
+    def _failure(self, event: Occurrence, attempt: Attempt) -> tuple[BatonError, WorkerLink, bytes]:
         """Return the error for the client, the worker to blame, and that worker's id."""
-        before, message = occurred.before, occurred.message
-        is_prefill = _is_of_prefill(occurred)
+        before, message = event.before, event.payload
+        is_prefill = _is_of_prefill(event)
         leg, role = (attempt.prefill, "prefill") if is_prefill else (attempt.decode, "decode")
         blamed, worker_id = leg.link, leg.worker_id
         if isinstance(message, pb.Ended) and message.code:
@@ -170,20 +170,20 @@ class AttemptFailures:
         reason = f"{role.upper()}_WORKER_LOST"
         return Unavailable(f"{role} worker lost{sent}: {what}", retry_after_s=1.0, reason=reason), blamed, worker_id
 
-    def _note(self, occurred: Occurrence, error: BatonError, blamed: WorkerLink) -> None:
-        is_reported = isinstance(occurred.message, pb.Ended) and bool(occurred.message.code)
-        phase, sent = occurred.before, self._answer.num_output_tokens
+    def _note(self, event: Occurrence, error: BatonError, blamed: WorkerLink) -> None:
+        is_reported = isinstance(event.payload, pb.Ended) and bool(event.payload.code)
+        phase, sent = event.before, self._answer.num_output_tokens
         self._record.phase = phase
         failure = Failure(
-            phase, _is_of_prefill(occurred), occurred.since, now(), blamed.name, error.reason, is_reported, sent
+            phase, _is_of_prefill(event), event.since, now(), blamed.name, error.reason, is_reported, sent
         )
         self._record.failures = (*self._record.failures, failure)
 
 
-def _is_of_prefill(occurred: Occurrence) -> bool:
+def _is_of_prefill(event: Occurrence) -> bool:
     """Return whether the prefill leg failed; False: the decode leg did."""
-    is_silence = occurred.event is RequestEvent.SILENCE and occurred.before is RequestState.PREFILLING
-    return is_silence or occurred.event in _PREFILL_EVENTS
+    is_silence = event.kind is RequestEvent.SILENCE and event.before is RequestState.PREFILLING
+    return is_silence or event.kind in _PREFILL_EVENTS
 
 
 def is_draining(message: object) -> bool:
@@ -191,13 +191,13 @@ def is_draining(message: object) -> bool:
     return isinstance(message, pb.Ended) and message.reason == DRAINING
 
 
-def _is_fault(occurred: Occurrence, error: BatonError) -> bool:
+def _is_fault(event: Occurrence, error: BatonError) -> bool:
     """Return whether the worker is at fault whatever the request: no answer, or an end without a reason."""
-    message = occurred.message
+    message = event.payload
     if isinstance(message, pb.Ended):
         is_own = error.code in _FAULTY_CODES and error.reason != STEP_FAILED  # that may be the request's
         return not message.code or error.reason == ENGINE_FAILED or is_own
-    return occurred.before in (RequestState.ADMITTING, RequestState.PREFILLING)
+    return event.before in (RequestState.ADMITTING, RequestState.PREFILLING)
 
 
 def _is_worker_gone(message: object) -> bool:
@@ -208,21 +208,21 @@ def _is_stalled(message: object) -> bool:
     return isinstance(message, pb.Ended) and message.reason == STALLED
 
 
-def _is_kv_missing(occurred: Occurrence, attempt: Attempt) -> bool:
+def _is_kv_missing(event: Occurrence, attempt: Attempt) -> bool:
     """Return whether KV did not arrive although both workers still have their sessions: then the connection between
     the two workers is at fault."""
-    message, source = occurred.message, attempt.kv_source
-    if _is_of_prefill(occurred) or not isinstance(message, pb.Ended) or message.reason != KV_TRANSFER_FAILED:
+    message, source = event.payload, attempt.kv_source
+    if _is_of_prefill(event) or not isinstance(message, pb.Ended) or message.reason != KV_TRANSFER_FAILED:
         return False
     if source is None or not source.worker_id or attempt.has_lost_decode_worker:
         return False
     return attempt.prefill is None or source.worker_id == attempt.prefill.worker_id
 
 
-def _may_have_died_of_it(occurred: Occurrence, attempt: Attempt) -> bool:
+def _may_have_died_of_it(event: Occurrence, attempt: Attempt) -> bool:
     """Return whether the worker was computing the request, and had completed no step of it."""
-    before = occurred.before
-    if occurred.event in (RequestEvent.PREFILL_LOST, RequestEvent.PREFILL_FAILED):
+    before = event.before
+    if event.kind in (RequestEvent.PREFILL_LOST, RequestEvent.PREFILL_FAILED):
         return before in (RequestState.PREFILLING, RequestState.FETCHING)
     # A prompt that the worker reads with Admit may kill it before it sends Granted.
     is_local_prefill = attempt.prefill_link is None and (

@@ -85,24 +85,24 @@ class RequestMachine:
         self.give_up(RequestEvent.CANCEL)
         self.request.mailbox.interrupt()
 
-    def happen(self, event: RequestEvent, message: object = None) -> None:
+    def happen(self, kind: RequestEvent, payload: object = None) -> None:
         """Take one event through the table. Raises ForbiddenTransition."""
-        cell, before = TABLE[self.state, event], self.state
-        occurred = Occurrence(event, before, self._entered_at, message)
+        cell, before = TABLE[self.state, kind], self.state
+        event = Occurrence(kind, before, self._entered_at, payload)
         if cell.states[0] is not before:
             self._enter(cell.states[0])
         try:
-            state = cell.action(self.request, occurred)
+            state = cell.action(self.request, event)
         except BatonError as error:
             state = self._fail(error)
         except Diverged as error:
             attempt = self.request.attempt
-            giver = attempt.prefilling_leg if event is RequestEvent.DONE else attempt.decode
+            giver = attempt.prefilling_leg if kind is RequestEvent.DONE else attempt.decode
             giver.link.note_failure(str(error))
             state = self._fail(Unavailable(str(error), reason="DIVERGED"))
         if state is not None:
             if state not in cell.states:
-                raise ForbiddenTransition(f"{event.value} while {before.value} has led to {state.value}")
+                raise ForbiddenTransition(f"{kind.value} while {before.value} has led to {state.value}")
             self._enter(state)
         if self.state is RequestState.ENDED:
             self.request.release()

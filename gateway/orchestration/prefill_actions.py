@@ -15,7 +15,7 @@ from gateway.request.request_state import RequestState
 from gateway.routing.routing import AWAITS_ADAPTER, NEVER_HERE, SHORT_TOKENS, needs
 
 
-def ask_for_credit(request: RequestContext, occurred: Occurrence[object]) -> RequestState:
+def ask_for_credit(request: RequestContext, event: Occurrence[object]) -> RequestState:
     """Choose workers and send Admit. Raises NoWorker if no worker serves and none may come, Overloaded if the answer
     would be too late, and BatonError (POISON) if workers died of the prompt."""
     record, queues = request.record, request.queues
@@ -41,16 +41,16 @@ def ask_for_credit(request: RequestContext, occurred: Occurrence[object]) -> Req
     return RequestState.ADMITTING
 
 
-def queue_for_credit(request: RequestContext, occurred: Occurrence[pb.Refused]) -> None:
+def queue_for_credit(request: RequestContext, event: Occurrence[pb.Refused]) -> None:
     """Ask the next decode worker, or wait in a queue once all have refused. Raises NoWorker and Overloaded."""
-    _note_refusal(request, request.attempt.decode.link, occurred.message, request.queues.credit)
+    _note_refusal(request, request.attempt.decode.link, event.payload, request.queues.credit)
     _drop_decode(request)
     router = request.router
     if router.has_untried("decode"):
         request.call_room()
         return
     router.forget_refusals()
-    if occurred.message.reason in AWAITS_ADAPTER:
+    if event.payload.reason in AWAITS_ADAPTER:
         request.place.join_for_worker(request.queues.decode_start)
     elif router.has_any("decode"):
         request.place.join(request.queues.credit)
@@ -59,10 +59,10 @@ def queue_for_credit(request: RequestContext, occurred: Occurrence[pb.Refused]) 
         _queue_for_worker(request, NoWorker(message))
 
 
-def begin_prefill(request: RequestContext, occurred: Occurrence[pb.Granted]) -> RequestState | None:
+def begin_prefill(request: RequestContext, event: Occurrence[pb.Granted]) -> RequestState | None:
     """Have the prompt read, since credit is granted. Raises NoWorker and Overloaded."""
     attempt, record = request.attempt, request.record
-    attempt.num_granted_tokens = min(occurred.message.num_cached_tokens, len(attempt.spec.token_ids))
+    attempt.num_granted_tokens = min(event.payload.num_cached_tokens, len(attempt.spec.token_ids))
     record.stamps.granted = record.stamps.granted or now()
     request.leave_line()
     if attempt.has_lost_decode_worker:  # Lost is next
@@ -72,10 +72,10 @@ def begin_prefill(request: RequestContext, occurred: Occurrence[pb.Granted]) -> 
     if attempt.prefill_link is not None and not request.queues.prefill.is_open_to(record.tenant):
         request.place.join(request.queues.prefill)
         return RequestState.AWAITING_PREFILL
-    return ask_for_prefill(request, occurred)
+    return ask_for_prefill(request, event)
 
 
-def ask_for_prefill(request: RequestContext, occurred: Occurrence[object]) -> RequestState | None:
+def ask_for_prefill(request: RequestContext, event: Occurrence[object]) -> RequestState | None:
     """Have the chosen prefill worker read the prompt, or the decode worker if it needs no other.
 
     If no worker that serves can read it, give the credit back and wait for one. Raises NoWorker and Overloaded."""
@@ -106,11 +106,11 @@ def ask_for_prefill(request: RequestContext, occurred: Occurrence[object]) -> Re
     return None
 
 
-def queue_for_prefill(request: RequestContext, occurred: Occurrence[pb.Refused]) -> RequestState | None:
+def queue_for_prefill(request: RequestContext, event: Occurrence[pb.Refused]) -> RequestState | None:
     """Ask the next prefill worker, or wait in a queue once all have refused. Raises NoWorker and Overloaded."""
-    refused, router = occurred.message, request.router
+    refused, router = event.payload, request.router
     if request.attempt.prefill is None:  # the decode worker refused: its key has ended since it was granted
-        queue_for_credit(request, occurred)
+        queue_for_credit(request, event)
         return RequestState.AWAITING_CREDIT
     _note_refusal(request, request.attempt.prefill.link, refused, request.queues.prefill)
     _count_prefill(request, None)
@@ -126,51 +126,51 @@ def queue_for_prefill(request: RequestContext, occurred: Occurrence[pb.Refused])
     return None
 
 
-def end_or_wait_longer(request: RequestContext, occurred: Occurrence[None]) -> None:
+def end_or_wait_longer(request: RequestContext, event: Occurrence[None]) -> None:
     """Wait longer if no worker serves and one is starting. Raises NoWorker if no worker came, and Overloaded if all
     workers are full."""
     router, failures = request.router, request.failures
     lacks_worker = failures.awaits_worker or not router.has_any("decode")
     if not (lacks_worker and router.expects_worker() and request.place.wait_longer(router.max_start_wait_s)):
         failures.end_wait()
-        end_full(request, occurred)
+        end_full(request, event)
 
 
-def end_full(request: RequestContext, occurred: Occurrence[None]) -> None:
+def end_full(request: RequestContext, event: Occurrence[None]) -> None:
     """End the request with Overloaded: it has waited in a queue for too long."""
     request.place.time_out()
 
 
-def fetch(request: RequestContext, occurred: Occurrence[pb.Accepted]) -> None:
+def fetch(request: RequestContext, event: Occurrence[pb.Accepted]) -> None:
     """Have the decode worker pull the KV while the prefill worker reads the prompt."""
     request.leave_line()
     request.place.note_running()
     attempt = request.attempt
     request.router.note_fetch_started(attempt.kv_source, attempt.decode.link, attempt.chosen_at)
-    attempt.fetch(occurred.message)
+    attempt.fetch(event.payload)
 
 
-def note_prefix(request: RequestContext, occurred: Occurrence[pb.Fetched]) -> None:
+def note_prefix(request: RequestContext, event: Occurrence[pb.Fetched]) -> None:
     """Have the decode worker read the prompt behind the prefix that it has pulled, or, if a prefill worker reads the
     prompt, note that all KV has arrived."""
     if request.attempt.prefill_link is None:
         request.router.note_fetch_done(request.attempt.kv_source, request.attempt.decode.link)
         request.attempt.prefill_rest()
     else:
-        note_fetched(request, occurred)
+        note_fetched(request, event)
 
 
-def note_fetched(request: RequestContext, occurred: Occurrence[pb.Fetched]) -> None:
+def note_fetched(request: RequestContext, event: Occurrence[pb.Fetched]) -> None:
     """Note that the decode worker has all KV of the prompt."""
     request.attempt.note_fetched()
     request.router.note_fetch_done(request.attempt.kv_source, request.attempt.decode.link)
-    request.record.measured.transfer_s = occurred.message.transfer_s
-    request.record.measured.after_last_ready_s = occurred.message.after_last_ready_s
+    request.record.measured.transfer_s = event.payload.transfer_s
+    request.record.measured.after_last_ready_s = event.payload.after_last_ready_s
 
 
-def begin_answer(request: RequestContext, occurred: Occurrence[pb.Done]) -> None:
+def begin_answer(request: RequestContext, event: Occurrence[pb.Done]) -> None:
     """Add the first tokens to the answer, and begin to decode. Raises Diverged and InvalidRequest."""
-    done, attempt, answer = occurred.message, request.attempt, request.answer
+    done, attempt, answer = event.payload, request.attempt, request.answer
     request.leave_line()
     request.place.note_running()
     for leg in (attempt.decode, attempt.prefill):

@@ -41,17 +41,17 @@ class RequestEvent(Enum):
     OTHER = "other"  # an unexpected message
 
 
-Message = TypeVar("Message", covariant=True)
+Payload = TypeVar("Payload", covariant=True)
 
 
-class Occurrence(NamedTuple, Generic[Message]):
+class Occurrence(NamedTuple, Generic[Payload]):
     """An event as it happened: the state before it, since when the request was in that state (time.monotonic()), and
-    the message that came with the event."""
+    what came with the event: a worker's message, or the leg that it is about while the request is attaching."""
 
-    event: RequestEvent
+    kind: RequestEvent
     before: RequestState
     since: float
-    message: Message
+    payload: Payload
 
 
 _EVENTS: dict[type, RequestEvent] = {

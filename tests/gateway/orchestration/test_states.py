@@ -157,7 +157,7 @@ async def test_a_state_that_the_cell_does_not_list_is_an_error(cluster, monkeypa
         await bring_to(c, RequestState.DECODING)
         running = asyncio.create_task(generate(c, max_tokens=MAX_TOKENS))
         await c.until(lambda: made and made[0].state is RequestState.DECODING)
-        wrong = RequestTransition(lambda request, occurred: RequestState.FETCHING, (RequestState.DECODING,))
+        wrong = RequestTransition(lambda request, event: RequestState.FETCHING, (RequestState.DECODING,))
         monkeypatch.setitem(TABLE, (RequestState.DECODING, RequestEvent.OTHER), wrong)
         with pytest.raises(ForbiddenTransition, match="other while decoding has led to fetching"):
             made[0].happen(RequestEvent.OTHER)
