@@ -38,21 +38,22 @@ def end_answered(request: RequestContext, event: Occurrence[pb.Ended | Lost | No
 
 
 def end_unread(request: RequestContext, event: Occurrence[Overflow | None]) -> None:
-    """End the request with Overloaded: the client does not read its tokens."""
+    """End a request whose client does not read its tokens. Raises Overloaded."""
     raise Overloaded("too many tokens of this answer are unread", 0.0, reason="SLOW_READER")
 
 
 def end_deadline(request: RequestContext, event: Occurrence[None]) -> None:
-    """End the request with DeadlineExceeded."""
+    """End a request at its deadline. Raises DeadlineExceeded."""
     raise DeadlineExceeded(f"the deadline passed while {event.before.value}")
 
 
 def end_draining(request: RequestContext, event: Occurrence[None]) -> None:
-    """End the request with Unavailable, which tells the client how to continue on another gateway."""
+    """End a request because this gateway shuts down. Raises Unavailable, which tells the client how to continue on
+    another gateway."""
     message = "this gateway is shutting down: send the same request with the returned seed and resume_from"
     raise Unavailable(message, 0.0, reason="DRAINING")
 
 
 def end_cancelled(request: RequestContext, event: Occurrence[None]) -> None:
-    """End the request with Cancelled."""
+    """End a request whose client went away. Raises Cancelled."""
     raise Cancelled("the client went away")

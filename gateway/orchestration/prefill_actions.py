@@ -137,7 +137,7 @@ def end_or_wait_longer(request: RequestContext, event: Occurrence[None]) -> None
 
 
 def end_full(request: RequestContext, event: Occurrence[None]) -> None:
-    """End the request with Overloaded: it has waited in a queue for too long."""
+    """End a request that has waited in a queue for too long. Raises Overloaded."""
     request.place.time_out()
 
 
