@@ -234,7 +234,7 @@ def _registry(num_workers: int) -> Registry:
             model=pb.ModelCard(transports=["tcp", "shm"], vocab_size=1000),
             kv_token_bytes=65_536,
         )
-        assert link._check_hello(link, hello) is None
+        assert link._on_hello(link, hello) is None
         link.note_hello(hello)
         link._become(LinkState.SERVING, "")
         link.note_worked(math.inf)  # a fleet that has served for a while

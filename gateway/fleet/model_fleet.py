@@ -65,7 +65,7 @@ class ModelFleet:
         self._slo_classes, self._adapter_tenants = slo_classes, adapter_tenants
         self._secret = secret
         self._joined: dict[WorkerLink, None] = {}  # in the order in which they joined
-        self._named_identity = b""  # the identity of a worker whose address is in the settings
+        self._configured_identity = b""  # of a worker whose address is in the settings
         self._model: tuple[int, ServedModel] | None = None  # (num_changes of the candidates, what is served)
         self._adapters: dict[str, bytes] = {}  # identity by name
         self._why_no_pair = ""  # as it was logged last
@@ -160,19 +160,19 @@ class ModelFleet:
         """Return whether this model has that identity: its workers have or had it, or it was added with it."""
         return identity in (self.last_identity, self.required_identity)
 
-    def refusal_of(self, identity: bytes, is_named: bool) -> str | None:
-        """Return why a worker with this model's tokenizer cannot be used, or None.
+    def check_identity(self, identity: bytes, is_configured: bool) -> str | None:
+        """Return why a worker with this model's tokenizer and that identity cannot be used, or None.
 
-        `is_named`: the worker's address is from the settings, so its identity is the right one from now on."""
-        if self.required_identity and identity != self.required_identity:
+        `is_configured`: the worker's address is from the settings."""
+        if not self.required_identity:
+            return self._identities.why_not(identity, self.identity, is_configured, self._configured_identity)
+        if identity != self.required_identity:
             return f"serves the model {identity.hex()}, {self.name} was added as {self.required_identity.hex()}"
-        if not self.required_identity and (
-            why := self._identities.why_not(identity, self.identity, is_named, self._named_identity)
-        ):
-            return why
-        if is_named:
-            self._named_identity = identity
         return None
+
+    def trust_identity(self, identity: bytes) -> None:
+        """Accept this identity from now on: a worker whose address is in the settings has it."""
+        self._configured_identity = identity
 
     def join(self, link: WorkerLink) -> None:
         """Add a worker whose session has begun."""

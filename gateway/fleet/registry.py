@@ -63,7 +63,7 @@ class Registry:
         self._names: list[DnsWorkers] = []
         self._add_configured("prefill", settings.prefill_workers)
         self._add_configured("decode", settings.decode_workers)
-        sets = {role: self._session_set(role, is_named=False) for role in ROLES}
+        sets = {role: self._session_set(role, is_configured=False) for role in ROLES}
         directory, networks = _make_directory(settings.redis), Networks(settings.worker_networks)
         self.registered = Registrations(sets, directory, networks, self._stacks, self._stack_of)
 
@@ -184,9 +184,9 @@ class Registry:
         names = [address for address in addresses if is_name(address)]
         self._names += [DnsWorkers(name, role, self._session_set(role)) for name in names]
 
-    def _session_set(self, role: str, is_named: bool = True) -> SessionSet:
-        """Return a SessionSet that links workers of `role`. `is_named`: their addresses are from the settings."""
-        make_link = partial(self._link, is_named=is_named)
+    def _session_set(self, role: str, is_configured: bool = True) -> SessionSet:
+        """Return a SessionSet that links workers of `role`. `is_configured`: their addresses are from the settings."""
+        make_link = partial(self._link, is_configured=is_configured)
         wait_s = self._settings.max_start_wait_s
         return SessionSet(self._links[role], lambda: self.links, make_link, self._remove, wait_s)
 
@@ -206,13 +206,13 @@ class Registry:
 
     # ---- what links call ----
 
-    def _link(self, address: str, is_named: bool = True) -> WorkerLink:
+    def _link(self, address: str, is_configured: bool = True) -> WorkerLink:
         self._forget()  # the worker may hold longer requests than those that are known
         return WorkerLink(
             address,
             # Each link has its own instance: two links to one worker must not end each other's sessions.
             secrets.token_bytes(INSTANCE_BYTES),
-            check_hello=partial(self._refusal_of, is_named=is_named),
+            on_hello=partial(self._accept_hello, is_configured=is_configured),
             on_change=self._on_link_change,
             on_block_events=self._on_block_events,
             max_unread_tokens=self._settings.max_unread_tokens,
@@ -220,22 +220,26 @@ class Registry:
             batching=self._batching,
         )
 
-    def _refusal_of(self, link: WorkerLink, hello: pb.Hello, is_named: bool) -> str | None:
-        """Find the model of the worker by its Hello, and add the worker to its fleet. Return why it cannot be used, or
-        None."""
+    def _accept_hello(self, link: WorkerLink, hello: pb.Hello, is_configured: bool) -> str | None:
+        """Attach the worker to the fleet of its model, and return None; or return why it cannot be used."""
         if not set(hello.roles) & set(ROLES):
             return f"is a {'/'.join(hello.roles)} worker: neither prefill nor decode"
         worker_id = worker_id_of(hello)
         if other := next((each for each in self.links if each is not link and each.worker_id == worker_id), None):
             return f"is the worker at {other.address}, with which there is a session"
-        found = self._find_fleet(hello, is_named)
+        found = self._find_fleet(hello, is_configured)
         if isinstance(found, str):
             return found
-        if self._fleet_of.get(link) is not found:
-            self._fleet_of[link], link.pace_estimator = found, PaceEstimator(found.pace_estimator)
+        if is_configured:
+            found.trust_identity(hello.model_identity)
+        self._attach_to_fleet(link, found)
         return None
 
-    def _find_fleet(self, hello: pb.Hello, is_named: bool) -> ModelFleet | str:
+    def _attach_to_fleet(self, link: WorkerLink, fleet: ModelFleet) -> None:
+        if self._fleet_of.get(link) is not fleet:
+            self._fleet_of[link], link.pace_estimator = fleet, PaceEstimator(fleet.pace_estimator)
+
+    def _find_fleet(self, hello: pb.Hello, is_configured: bool) -> ModelFleet | str:
         """Return the fleet of the model that a worker serves, or the reason why there is none.
 
         Models with the same tokenizer are distinguished by the name in Hello, and two models of one name by their
@@ -250,12 +254,12 @@ class Registry:
                 return f"serves {hello.model.name!r}; with this tokenizer its --served-model-name must be one of {', '.join(names)}"
         identity = hello.model_identity
         if known := next((fleet for fleet in fits if fleet.has(identity)), None):
-            return known.refusal_of(identity, is_named) or known
+            return known.check_identity(identity, is_configured) or known
         if name := self._replaced.get(identity):
             return f"serves the model {identity.hex()}, which is no longer {name} here"
         reasons = []
         for fleet in reversed([fleet for fleet in fits if not fleet.is_retired]):
-            if (why := fleet.refusal_of(identity, is_named)) is None:
+            if (why := fleet.check_identity(identity, is_configured)) is None:
                 return fleet
             reasons.append(why)
         return reasons[0] if reasons else f"serves a model that is no longer {fits[0].name} here"

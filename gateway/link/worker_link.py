@@ -50,7 +50,7 @@ class WorkerLink:
         address: str,
         instance: bytes,
         *,
-        check_hello: Callable[["WorkerLink", pb.Hello], str | None],
+        on_hello: Callable[["WorkerLink", pb.Hello], str | None],
         on_change: Callable[["WorkerLink"], None],
         on_block_events: Callable[["WorkerLink", pb.BlockEvents], None],
         max_unread_tokens: int,
@@ -58,8 +58,8 @@ class WorkerLink:
         batching: TokenBatching | None = None,
     ):
         """`instance` identifies this link to the worker, which ends the older of two sessions with one instance.
-        `check_hello` returns why the worker cannot be used, or None. `on_change` is called after each change that
-        others may see. `batching` is shared by all links of the gateway."""
+        `on_hello` accepts the worker and returns None, or returns why it is refused. `on_change` is called after each
+        change that others may see. `batching` is shared by all links of the gateway."""
         self.address = address
         self.hello: pb.Hello | None = None
         self.limits: WorkerLimits | None = None  # the limits that it reported; kept while it is away
@@ -81,7 +81,7 @@ class WorkerLink:
         self._turns = MessageTurns(batching or TokenBatching())
         self.clock = WorkerClock()
         self.session = WorkerSession(address, instance, access, self)
-        self._check_hello = check_hello
+        self._on_hello = on_hello
         self._on_change = on_change
         self._on_block_events = on_block_events
         self._is_refused = False  # whether the worker of the current session was refused
@@ -158,18 +158,21 @@ class WorkerLink:
 
     # ---- the session ----
 
-    def refusal(self, hello: pb.Hello) -> str | None:
+    def accept_hello(self, hello: pb.Hello) -> str | None:
         """Accept or refuse the worker by its Hello. Return why it is refused, or None if it is accepted."""
         if not hello.protocol_min <= PROTOCOL <= hello.protocol_max:
             reason = f"speaks protocol {hello.protocol_min} to {hello.protocol_max}, this gateway {PROTOCOL}"
         else:
-            reason = self._check_hello(self, hello)
-        if reason and self.state is not LinkState.REFUSED:
-            log.warning("worker refused %s", fields(address=self.address, reason=reason))
+            reason = self._on_hello(self, hello)
         if reason:
-            self.limits, self._is_refused = None, True
-            self._become(LinkState.REFUSED, reason)
+            self._refuse(reason)
         return reason
+
+    def _refuse(self, reason: str) -> None:
+        if self.state is not LinkState.REFUSED:
+            log.warning("worker refused %s", fields(address=self.address, reason=reason))
+        self.limits, self._is_refused = None, True
+        self._become(LinkState.REFUSED, reason)
 
     def join(self, hello: pb.Hello) -> None:
         """Begin a session; legs that are open may continue."""
@@ -230,7 +233,7 @@ class WorkerLink:
         """Handle a further Hello in a session, by which a worker reports new adapters."""
         if self.hello is None or (hello.instance, hello.epoch) != (self.hello.instance, self.hello.epoch):
             log.warning("worker said the Hello of another, which is ignored %s", fields(worker=self.name))
-        elif reason := self.refusal(hello):
+        elif reason := self.accept_hello(hello):
             self.session.hang_up(reason)
         else:
             self.note_hello(hello)

@@ -34,7 +34,7 @@ class SessionOwner(Protocol):
 
     hello: pb.Hello | None  # the worker's Hello in the session that is up
 
-    def refusal(self, hello: pb.Hello) -> str | None:
+    def accept_hello(self, hello: pb.Hello) -> str | None:
         """Accept or refuse the worker by its first Hello. Return why it is refused, or None."""
         ...
 
@@ -143,7 +143,7 @@ class WorkerSession:
             first = await call.read()
         if first is grpc.aio.EOF or first.WhichOneof("kind") != "hello":
             return "it did not say Hello"
-        if reason := self._owner.refusal(first.hello):
+        if reason := self._owner.accept_hello(first.hello):
             return reason
         self._outbox, self._ended_for, self._was_heard = outbox, "", True
         self._owner.join(first.hello)

@@ -46,15 +46,16 @@ class ModelIdentities:
         self._is_file_good, before, self._listed = True, self._listed, listed
         return listed != before
 
-    def why_not(self, identity: bytes, served: bytes | None, is_named: bool, decided: bytes = b"") -> str | None:
+    def why_not(self, identity: bytes, served: bytes | None, is_configured: bool, decided: bytes = b"") -> str | None:
         """Return why a worker of this model cannot be used, or None; `served` is the model of the workers that are
-        here, `decided` what a worker that is named has decided before."""
+        here, `decided` what a worker that is configured has decided before."""
         model = f"serves the model {identity.hex()}"
         if not self.lists(identity):
             return f"{model}, which --model-identity does not list"
         if served not in (None, identity):
             return f"{model}; the workers that came first have another: config or weights differ"
-        if not is_named and served is None and self._are_workers_named and not self._listed and identity != decided:
+        is_decided = served is not None or is_configured or identity == decided
+        if not is_decided and self._are_workers_named and not self._listed:
             return f"{model}; which one is served is decided by workers of --prefill-workers and --decode-workers"
         return None
 

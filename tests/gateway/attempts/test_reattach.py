@@ -12,7 +12,7 @@ from gateway.link.worker_link import WorkerLink
 @pytest.fixture
 def link() -> WorkerLink:
     return WorkerLink(
-        "127.0.0.1:1", b"i" * 16, check_hello=lambda link, hello: None, on_change=lambda link: None,
+        "127.0.0.1:1", b"i" * 16, on_hello=lambda link, hello: None, on_change=lambda link: None,
         on_block_events=lambda link, events: None, max_unread_tokens=50,
     )  # fmt: skip
 

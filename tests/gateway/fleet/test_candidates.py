@@ -67,7 +67,7 @@ def serve(
         kv_token_bytes=1000,
         adapters=[pb.Adapter(name=name, identity=bytes([byte] * 32)) for name, byte in adapters.items()],
     )
-    assert link._check_hello(link, hello) is None
+    assert link._on_hello(link, hello) is None
     link.note_hello(hello)
     link._become(LinkState.SERVING, "")
 

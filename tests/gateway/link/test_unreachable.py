@@ -33,7 +33,7 @@ def link_to(address: str, on_change: Callable[[WorkerLink], None] = lambda link:
     return WorkerLink(
         address,
         b"gateway",
-        check_hello=lambda link, hello: None,
+        on_hello=lambda link, hello: None,
         on_change=on_change,
         on_block_events=lambda link, events: None,
         max_unread_tokens=100,
@@ -77,7 +77,7 @@ async def test_one_that_was_refused_and_is_gone_is_waited_for():
     """Its place is another's, which starts: requests failed meanwhile, by the name of a process that was gone."""
     worker, states = await FakeWorker("decode", bytes(32), 400).start(), []
     async with running(worker.address, lambda link: states.append(link.state)) as link, asyncio.timeout(patience(20)):
-        link._check_hello = lambda link, hello: "has another tokenizer.json"
+        link._on_hello = lambda link, hello: "has another tokenizer.json"
         await tried(link, 3)
         assert {*states} == {LinkState.REFUSED} and not link.may_come(30.0)
         await worker.stop()
@@ -96,7 +96,7 @@ async def test_one_that_is_refused_in_mid_session_serves_no_more():
     async with asyncio.timeout(patience(20)):
         while not link.is_serving:
             await asyncio.sleep(0.01)
-        link._check_hello = lambda link, hello: "has another adapter"
+        link._on_hello = lambda link, hello: "has another adapter"
         events.put_nowait(pb.Event(hello=hello))
         events.put_nowait(pb.Event(load=pb.Load(state="serving")))
         with pytest.raises(TimeoutError):

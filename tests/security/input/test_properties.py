@@ -178,7 +178,7 @@ def test_a_worker_that_lies_ends_its_session_at_most(body, kind):
 
     async def main() -> None:
         link = WorkerLink(
-            "127.0.0.1:1", b"i" * 16, check_hello=lambda link, hello: None, on_change=lambda link: None,
+            "127.0.0.1:1", b"i" * 16, on_hello=lambda link, hello: None, on_change=lambda link: None,
             on_block_events=lambda link, events: None, max_unread_tokens=100,
         )  # fmt: skip
         mailbox, key = Mailbox(), worker_pb2.Key(request_id="of another", attempt=7)
