@@ -2,87 +2,31 @@
 
 import grpc
 
-from baton.protocol import ATTACHED, DRAINING, ENGINE_FAILED, KV_REASONS, KV_TRANSFER_FAILED, STEP_FAILED
+from baton.protocol import ATTACHED, ENGINE_FAILED, KV_REASONS, KV_TRANSFER_FAILED, STEP_FAILED
 from baton.service.clock import now
-from baton.service.errors import BatonError, Unavailable, from_code
+from baton.service.errors import BatonError, Unavailable
 from baton.v1 import worker_pb2 as pb
 from gateway.answer.answer import Answer
 from gateway.attempts.attempt import Attempt
+from gateway.attempts.failure_limits import FINAL_CODES, FailureLimits, error_of, is_draining, is_stalled
 from gateway.attempts.request_router import RequestRouter
 from gateway.link.mailbox import Lost
 from gateway.link.worker_link import WorkerLink
-from gateway.orchestration.deaths import MAX_DEATHS, STALLED, Deaths
-from gateway.orchestration.retry_budget import RetryBudget, poison
 from gateway.orchestration.states import Occurrence, RequestEvent
 from gateway.request.request_record import Failure, RequestRecord
 from gateway.request.request_state import RequestState
 
-# Workers answer Admit and Prefill from their ledger, without delay. They get a quarter of the time that is left: after
-# two workers that do not answer, a client with a deadline of 3 s still has more than a second. A worker that is silent
-# for longer than _MOST_ANSWER_S loses its session.
-_ANSWER_SHARE, _LEAST_ANSWER_S, _MOST_ANSWER_S = 0.25, 0.25, 2.5
-# A wait that ends this much too late shows that this process did not run: the answer may have come, and be unread.
-LATE_S = 0.1
-MAX_BARREN = 4  # attempts in a row that decoded nothing
 _WORKER_WAIT_S = 2.5  # the wait for another worker after a lost one; sessions are retried at least every 2 s
 _FAULTY_CODES = (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN)
-FINAL_CODES = (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.DEADLINE_EXCEEDED)
 _FINAL_REASONS = (ATTACHED,)  # the client continues the request through another gateway
 _PREFILL_EVENTS = (RequestEvent.PREFILL_ENDED, RequestEvent.PREFILL_FAILED, RequestEvent.PREFILL_LOST)
 
 
-def answer_s(left_s: float) -> float:
-    """Return how many seconds a worker may take to answer Admit or Prefill when the deadline is `left_s` away."""
-    return min(max(_ANSWER_SHARE * left_s, _LEAST_ANSWER_S), _MOST_ANSWER_S)
-
-
-class FailureBudget:
-    """Limit the failures of one request: few workers may die of it, few attempts in a row may decode nothing, and
-    retries draw on the budget of all requests."""
-
-    __slots__ = ("deaths", "_retries", "_prompt_digest", "_num_barren")
-
-    def __init__(self, retries: RetryBudget, prompt_digest: bytes):
-        """`prompt_digest` identifies the prompt if it must be quarantined because workers died of it."""
-        self.deaths = Deaths()
-        self._retries, self._prompt_digest, self._num_barren = retries, prompt_digest, 0
-
-    def note_death(self, message: object, link: WorkerLink, worker_id: bytes) -> None:
-        """Count the worker as one that died of the request if `message`, its last one, says so."""
-        if isinstance(message, Lost) or _is_stalled(message):
-            self.deaths.suspect(link, worker_id)
-        elif isinstance(message, pb.Ended):
-            self.deaths.note_reported(message.reason)
-
-    def check_deaths(self) -> bool:
-        """Return whether another worker may get the prompt now; False: first see whether a lost worker comes back.
-
-        Raises BatonError (POISON) if the prompt is to blame for dead workers."""
-        if not self.deaths.are_too_many:
-            return True
-        if not self.deaths.are_certain:
-            return False
-        self._retries.quarantine(self._prompt_digest)
-        raise poison(f"{MAX_DEATHS} workers died while they served this request")
-
-    def pay(self, error: BatonError, has_stepped: bool = False, is_routed_around: bool = False) -> None:
-        """Pay for one more attempt after an attempt that ended with `error`.
-
-        The first retry is free if no other request is sent to the failed worker either (`is_routed_around`). Raises
-        `error` after MAX_BARREN attempts in a row that decoded nothing, and Unavailable (RETRY_BUDGET) if the budget
-        is used up."""
-        self._num_barren = 1 if has_stepped else self._num_barren + 1
-        if self._num_barren >= MAX_BARREN:
-            raise error
-        if self._num_barren > 1 or not is_routed_around:
-            self._retries.retry(error)
-
-
-class AttemptFailures:
+class RequestFailures:
     """Judge the failures of one request, and bound its waits for a worker that replaces a lost one."""
 
     __slots__ = (
-        "_budget",
+        "_limits",
         "_router",
         "_answer",
         "_record",
@@ -91,8 +35,8 @@ class AttemptFailures:
         "_awaited",
     )
 
-    def __init__(self, budget: FailureBudget, router: RequestRouter, answer: Answer, record: RequestRecord):
-        self._budget, self._router, self._answer, self._record = budget, router, answer, record
+    def __init__(self, limits: FailureLimits, router: RequestRouter, answer: Answer, record: RequestRecord):
+        self._limits, self._router, self._answer, self._record = limits, router, answer, record
         self._unreplaced: tuple[BatonError, float] | None = (
             None  # the last failure, and when to report it to the client
         )
@@ -104,7 +48,7 @@ class AttemptFailures:
         must not be tried again."""
         error, blamed, worker_id = self._failure(event, attempt)
         if _may_have_died_of_it(event, attempt):
-            self._budget.note_death(event.payload, blamed, worker_id)
+            self._limits.note_death(event.payload, blamed, worker_id)
         self._note(event, error, blamed)
         self._router.note_failure(worker_id, is_draining(event.payload))
         is_routed_around = _is_worker_gone(event.payload)
@@ -114,13 +58,9 @@ class AttemptFailures:
             blamed.note_failure(f"{event.kind.value} while {event.before.value}")
         if error.code in FINAL_CODES or error.reason in _FINAL_REASONS:
             raise error
-        self.check_deaths()
-        self._budget.pay(error, attempt.has_stepped, is_routed_around)
+        self._limits.check_deaths()
+        self._limits.spend_retry(error, attempt.has_stepped, is_routed_around)
         self._unreplaced = error, now() + _WORKER_WAIT_S
-
-    def check_deaths(self) -> bool:
-        """Return whether another worker may get the prompt now. Raises BatonError (POISON) if it killed workers."""
-        return self._budget.check_deaths()
 
     def note_replaced(self) -> None:
         """Note that a worker was found for the next attempt."""
@@ -156,19 +96,14 @@ class AttemptFailures:
         is_prefill = _is_of_prefill(event)
         leg, role = (attempt.prefill, "prefill") if is_prefill else (attempt.decode, "decode")
         blamed, worker_id = leg.link, leg.worker_id
-        if isinstance(message, pb.Ended) and message.code:
-            error = from_code(message.code, message.message, reason=message.reason or None)
-            giver = attempt.kv_source
-            if not is_prefill and giver and message.reason in KV_REASONS:
-                blamed, worker_id = giver, giver.worker_id
-                if before is RequestState.FETCHING and attempt.prefill is not None:
-                    self._budget.deaths.suspect(blamed, attempt.prefill.worker_id)
-            return error, blamed, worker_id
-        silent = "it ended early" if message else "it does not answer"
-        what = message.reason if isinstance(message, Lost) else silent
         sent = f" after {self._answer.num_output_tokens} tokens" if self._answer.has_begun else ""
-        reason = f"{role.upper()}_WORKER_LOST"
-        return Unavailable(f"{role} worker lost{sent}: {what}", retry_after_s=1.0, reason=reason), blamed, worker_id
+        error, giver = error_of(message, role, sent), attempt.kv_source
+        is_reported = isinstance(message, pb.Ended) and bool(message.code)
+        if is_reported and not is_prefill and giver and message.reason in KV_REASONS:
+            blamed, worker_id = giver, giver.worker_id
+            if before is RequestState.FETCHING and attempt.prefill is not None:
+                self._limits.deaths.suspect(blamed, attempt.prefill.worker_id)
+        return error, blamed, worker_id
 
     def _note(self, event: Occurrence, error: BatonError, blamed: WorkerLink) -> None:
         is_reported = isinstance(event.payload, pb.Ended) and bool(event.payload.code)
@@ -186,11 +121,6 @@ def _is_of_prefill(event: Occurrence) -> bool:
     return is_silence or event.kind in _PREFILL_EVENTS
 
 
-def is_draining(message: object) -> bool:
-    """Return whether a worker ended the request because the worker drains."""
-    return isinstance(message, pb.Ended) and message.reason == DRAINING
-
-
 def _is_fault(event: Occurrence, error: BatonError) -> bool:
     """Return whether the worker is at fault whatever the request: no answer, or an end without a reason."""
     message = event.payload
@@ -201,11 +131,7 @@ def _is_fault(event: Occurrence, error: BatonError) -> bool:
 
 
 def _is_worker_gone(message: object) -> bool:
-    return isinstance(message, Lost) or is_draining(message) or _is_stalled(message)
-
-
-def _is_stalled(message: object) -> bool:
-    return isinstance(message, pb.Ended) and message.reason == STALLED
+    return isinstance(message, Lost) or is_draining(message) or is_stalled(message)
 
 
 def _is_kv_missing(event: Occurrence, attempt: Attempt) -> bool:

@@ -12,10 +12,10 @@ from baton.service.clock import now
 from baton.service.errors import BatonError, Unavailable
 from baton.v1 import worker_pb2 as pb
 from gateway.answer.answer import Diverged
+from gateway.attempts.answer_timeout import LATE_S, answer_timeout_s, gives_up
 from gateway.attempts.reattach import ATTACH_WAIT_S
 from gateway.link.mailbox import Tokens
 from gateway.link.worker_leg import WorkerLeg
-from gateway.orchestration.failures import LATE_S, answer_s
 from gateway.orchestration.request_context import RequestContext
 from gateway.orchestration.states import Occurrence, RequestEvent, event_of
 from gateway.orchestration.transitions import TABLE
@@ -175,7 +175,7 @@ class RequestMachine:
         if self.state in _IN_LINE:
             until, act = request.place.wake_at, self._look_again
         elif self.state is RequestState.ADMITTING or (self.state is RequestState.PREFILLING and attempt.prefill_link):
-            until, act = self._entered_at + answer_s(request.deadline - self._entered_at), self._leave_silent
+            until, act = self._entered_at + answer_timeout_s(request.deadline - self._entered_at), self._leave_silent
         elif self.state is RequestState.ENDING:
             until = self._entered_at + _REPORT_S
         elif self.state is RequestState.ATTACHING:
@@ -205,10 +205,10 @@ class RequestMachine:
     def _leave_silent(self) -> None:
         """Leave the worker that does not answer if another worker could take the request; otherwise wait again, since
         it may still answer."""
-        if self._is_another_there():
+        silent = self.request.attempt.prefilling_leg.link
+        if gives_up(silent, self.state, 0.0, self._is_another_there):
             self.happen(RequestEvent.SILENCE)
         else:
-            self.request.attempt.prefilling_leg.link.note_failure(f"silence while {self.state.value}")
             self._entered_at = now()
 
     def _end_doubt(self) -> None:

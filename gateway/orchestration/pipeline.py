@@ -16,12 +16,12 @@ from baton.v1 import inference_pb2 as pb
 from gateway.answer.answer import Answer, Emit
 from gateway.answer.answer_reader import AnswerParsing, AnswerReader
 from gateway.answer.parsing_search import ParsingSearch
+from gateway.attempts.retry_throttle import RetryThrottle, prompt_digest
 from gateway.config.served_model import ServedModel
 from gateway.fleet.model_fleet import ModelFleet
 from gateway.link.worker_link import WorkerLink
 from gateway.orchestration.machine import RequestMachine
 from gateway.orchestration.request_context import PreparedRequest, RequestContext
-from gateway.orchestration.retry_budget import RetryBudget, prompt_digest
 from gateway.prefix.prefix_hashes import PrefixHashes
 from gateway.prefix.prefix_index import PrefixIndex
 from gateway.queue.admission import AdmissionControl
@@ -61,7 +61,7 @@ class Pipeline:
     slo_classes: Mapping[str, Slo]
     running: dict[str, RequestMachine]  # by key_id
     loop_watch: EventLoopWatch
-    retry_budget: RetryBudget = field(default_factory=RetryBudget)
+    retry_throttle: RetryThrottle = field(default_factory=RetryThrottle)
     mean_output: float = 64.0  # moving mean over recent answers: tokens of the longest choice
 
     async def serve(
@@ -150,11 +150,11 @@ class Pipeline:
                     prompt_ids, record.tenant, deadline
                 )
         digest = prompt_digest(record.tenant, prompt_ids)
-        self.retry_budget.begin(digest)
+        self.retry_throttle.begin(digest)
         is_resumed = bool(validated.resume_from) and not validated.asks_for_prompt_logprobs
         prepared = PreparedRequest(specs, matches, deadline, digest, is_resumed)
         return RequestContext(
-            self.fleet.router, self.queues, self.retry_budget, answer, record, prepared, self.max_queue_wait_s
+            self.fleet.router, self.queues, self.retry_throttle, answer, record, prepared, self.max_queue_wait_s
         )
 
     async def _tokenize(

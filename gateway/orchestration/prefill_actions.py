@@ -19,7 +19,7 @@ def ask_for_credit(request: RequestContext, event: Occurrence[object]) -> Reques
     """Choose workers and send Admit. Raises NoWorker if no worker serves and none may come, Overloaded if the answer
     would be too late, and BatonError (POISON) if workers died of the prompt."""
     record, queues = request.record, request.queues
-    if not request.failures.check_deaths():
+    if not request.limits.check_deaths():
         return _queue_for_worker(request, NoWorker("no worker was heard again"))
     try:
         placement = request.router.route()

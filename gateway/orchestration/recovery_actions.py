@@ -6,11 +6,11 @@ from google.rpc import code_pb2
 
 from baton.service.clock import now
 from baton.v1 import worker_pb2 as pb
+from gateway.attempts.failure_limits import is_draining
 from gateway.attempts.reattach import MAX_ASKED, Reattach
+from gateway.attempts.suspected_deaths import STALLED
 from gateway.link.mailbox import Lost, Stalled
 from gateway.link.worker_leg import WorkerLeg
-from gateway.orchestration.deaths import STALLED
-from gateway.orchestration.failures import is_draining
 from gateway.orchestration.prefill_actions import ask_for_credit
 from gateway.orchestration.request_context import RequestContext
 from gateway.orchestration.states import Occurrence, RequestEvent

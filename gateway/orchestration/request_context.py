@@ -5,12 +5,13 @@ from typing import NamedTuple
 from baton.service.codec import budget_ms
 from gateway.answer.answer import Answer
 from gateway.attempts.attempt import Attempt
+from gateway.attempts.failure_limits import FailureLimits
 from gateway.attempts.reattach import Reattach
 from gateway.attempts.request_router import RequestRouter
+from gateway.attempts.retry_throttle import RetryThrottle
 from gateway.fleet.router import Router
 from gateway.link.mailbox import Lost, Mailbox
-from gateway.orchestration.failures import AttemptFailures, FailureBudget
-from gateway.orchestration.retry_budget import RetryBudget
+from gateway.orchestration.failures import RequestFailures
 from gateway.orchestration.states import Occurrence, RequestEvent
 from gateway.prefix.prefix_matches import Matches
 from gateway.queue.queue_place import QueuePlace
@@ -33,7 +34,7 @@ class PreparedRequest(NamedTuple):
 
 class RequestContext:
     """The parts of one request: `router` finds workers, `attempt` has the legs on them, `reattach` looks for a lost
-    sequence, `failures` decides on retries, `place` waits in a queue, and `answer` goes to the client.
+    sequence, `failures` decides on retries within `limits`, `place` waits in a queue, and `answer` goes to the client.
 
     The state of the request is kept by RequestMachine."""
 
@@ -46,6 +47,7 @@ class RequestContext:
         "mailbox",
         "place",
         "router",
+        "limits",
         "failures",
         "attempt",
         "reattach",
@@ -58,7 +60,7 @@ class RequestContext:
         self,
         router: Router,
         queues: WaitingQueues,
-        budget: RetryBudget,
+        throttle: RetryThrottle,
         answer: Answer,
         record: RequestRecord,
         prepared: PreparedRequest,
@@ -69,7 +71,8 @@ class RequestContext:
         self.mailbox = Mailbox()
         self.place = QueuePlace(record.queued, self.call_room, max_queue_wait_s)
         self.router = RequestRouter(router, prepared.matches, record, answer)
-        self.failures = AttemptFailures(FailureBudget(budget, prepared.prompt_digest), self.router, answer, record)
+        self.limits = FailureLimits(throttle, prepared.prompt_digest)
+        self.failures = RequestFailures(self.limits, self.router, answer, record)
         self.attempt = self._new_attempt()
         self.reattach: Reattach | None = None
         self.lost: Occurrence[Lost] | None = None  # the loss for which `reattach` was begun; None: the client resumes

@@ -9,9 +9,9 @@ from baton.service.errors import InvalidRequest
 from baton.service.observe.core_wait import LoopDelay
 from baton.service.observe.telemetry import format_traceparent
 from baton.service.slo import Slo
+from gateway.attempts.retry_throttle import prompt_digest
 from gateway.config.served_model import ServedModel
 from gateway.orchestration.pipeline import Pipeline, features_of, path_to
-from gateway.orchestration.retry_budget import prompt_digest
 from gateway.pooling.pooling_request import MAX_AT_ONCE, PooledPrompt, PoolingRequest, PromptParts, pool_all
 from gateway.queue.quotas import Reservation
 from gateway.queue.waiting_queue import QueuedRequest, rank
@@ -59,7 +59,9 @@ class PoolingPipeline:
         self._check_wait(first, num_tokens, slo, deadline, record)
         reservation.reserve(num_tokens, now())
         await answers.fleet.await_identity(deadline)
-        parts = PromptParts(answers.fleet.router, answers.queues, answers.retry_budget, record, first.key_id, deadline)
+        parts = PromptParts(
+            answers.fleet.router, answers.queues, answers.retry_throttle, record, first.key_id, deadline
+        )
         mark, traceparent = answers.prefix_hashes.mark(record.tenant), format_traceparent(record.context)
         return [
             PoolingRequest(

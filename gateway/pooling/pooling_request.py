@@ -8,16 +8,17 @@ from typing import NamedTuple
 from baton.protocol import DRAINING, GRANTS_POOLING
 from baton.service.clock import now
 from baton.service.codec import budget_ms
-from baton.service.errors import DeadlineExceeded, NoWorker, Unavailable, from_code
+from baton.service.errors import DeadlineExceeded, NoWorker
 from baton.v1 import worker_pb2 as pb
+from gateway.attempts.answer_timeout import answer_timeout_s, gives_up
 from gateway.attempts.attempt import new_key
+from gateway.attempts.failure_limits import FINAL_CODES, FailureLimits, error_of
+from gateway.attempts.retry_throttle import RetryThrottle
 from gateway.attempts.tried_workers import TriedWorkers
 from gateway.fleet.router import Router
 from gateway.link.mailbox import Lost, Mailbox, Stalled
 from gateway.link.worker_leg import WorkerLeg
 from gateway.link.worker_link import WorkerLink
-from gateway.orchestration.failures import FINAL_CODES, LATE_S, FailureBudget, answer_s
-from gateway.orchestration.retry_budget import RetryBudget
 from gateway.queue.queue_place import QueuePlace
 from gateway.queue.waiting_queue import QueuedRequest, WaitingQueues
 from gateway.request.request_record import RequestRecord
@@ -34,7 +35,7 @@ class PromptParts(NamedTuple):
 
     router: Router
     queues: WaitingQueues
-    budget: RetryBudget
+    throttle: RetryThrottle
     record: RequestRecord
     key_id: str
     deadline: float
@@ -60,10 +61,10 @@ class PoolingRequest:
         self._parts, self._spec, self._routing = parts, spec, routing
         self._mailbox, self._has_room = Mailbox(), asyncio.Event()
         self._place = QueuePlace(queued, self._note_room, queued.max_wait_s)
-        self._tried, self._budget = TriedWorkers(), FailureBudget(parts.budget, digest)
+        self._tried, self._limits = TriedWorkers(), FailureLimits(parts.throttle, digest)
         self._awaits_adapter = False  # whether the last refusal was for an adapter that is not loaded yet
         self.num_prefilled_tokens = 0  # the prompt's tokens, once a worker has read it
-        parts.budget.begin(digest)
+        parts.throttle.begin(digest)
 
     async def run(self) -> PooledPrompt:
         """Return what a worker made of the prompt; nothing of it is left on workers. Raises BatonError."""
@@ -136,18 +137,15 @@ class PoolingRequest:
     def _silence_until(self) -> float:
         """Return until when a worker that is asked now may be silent (time.monotonic())."""
         at = now()
-        return min(self._parts.deadline, at + answer_s(self._parts.deadline - at))
+        return min(self._parts.deadline, at + answer_timeout_s(self._parts.deadline - at))
 
     def _leaves_silent(self, leg: WorkerLeg, late_s: float) -> bool:
-        """Return whether to leave the worker, whose answer was due `late_s` ago, since another worker is there.
+        """Return whether to leave the worker, whose answer was due `late_s` ago, since another one is there."""
 
-        If there is none, the silence is counted as a failure, and the worker may still answer."""
-        if late_s > LATE_S:
-            return False
-        if self._parts.router.has_other("prefill", self._routing, self._tried.unable | {leg.worker_id}):
-            return True
-        leg.link.note_failure("silence while prefilling")
-        return False
+        def has_other() -> bool:
+            return self._parts.router.has_other("prefill", self._routing, self._tried.unable | {leg.worker_id})
+
+        return gives_up(leg.link, RequestState.PREFILLING, late_s, has_other)
 
     def _is_whole(self, done: pb.Done) -> bool:
         """Return whether the vector has as many numbers as the request asks for."""
@@ -167,20 +165,16 @@ class PoolingRequest:
 
         Returns only once it is known that lost workers are not coming back. Raises BatonError if no other worker may be
         asked."""
-        if isinstance(message, pb.Ended) and message.code:
-            error = from_code(message.code, message.message, reason=message.reason or None)
-        else:
-            what = message.reason if isinstance(message, Lost) else "it gave no answer"
-            error = Unavailable(f"prefill worker lost: {what}", 1.0, reason="PREFILL_WORKER_LOST")
-        self._budget.note_death(message, leg.link, leg.worker_id)
+        error = error_of(message, "prefill")
+        self._limits.note_death(message, leg.link, leg.worker_id)
         if error.code in FINAL_CODES:
             raise error
         if not isinstance(message, Lost) and error.reason != DRAINING:
             leg.link.note_failure(f"{error.reason} while prefilling")
         self._tried.note_failure(leg.worker_id)
-        while not self._budget.check_deaths():
+        while not self._limits.check_deaths():
             await asyncio.sleep(_DOUBT_POLL_S)
-        self._budget.pay(error)
+        self._limits.spend_retry(error)
         self._parts.record.num_attempts += 1
 
     # ---- waiting ----

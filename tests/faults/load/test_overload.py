@@ -7,7 +7,7 @@ import time
 import pytest
 
 from baton.service.observe.telemetry import EXPORT_TIMEOUT_S
-from gateway.orchestration.failures import MAX_BARREN
+from gateway.attempts.failure_limits import MAX_BARREN
 from tests.support.faults.history import percentile
 from tests.support.faults.proxy import FaultProxy
 
@@ -120,7 +120,7 @@ async def test_long_prompts_beside_short_ones(case, world):
 @pytest.mark.faults
 async def test_a_retry_storm(case):
     """G11: all decode workers die under load and every client retries at once, as often as the refusal allows. That is
-    no more than the budget holds: tests/gateway/orchestration/test_retry_budget.py uses that up."""
+    no more than the budget holds: tests/gateway/attempts/test_retry_throttle.py uses that up."""
     async with case("G11", "served again, few attempts", ("OK", "UNAVAILABLE", "RESOURCE_EXHAUSTED", "ABORTED")) as c:
         stop, num_clients = asyncio.Event(), 16
 

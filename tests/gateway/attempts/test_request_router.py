@@ -8,9 +8,9 @@ from baton.service.clock import now
 from baton.service.errors import Unavailable
 from baton.v1 import worker_pb2 as pb
 from gateway.attempts.request_router import RequestRouter
+from gateway.attempts.retry_throttle import RetryThrottle
 from gateway.orchestration.machine import RequestMachine
 from gateway.orchestration.request_context import PreparedRequest, RequestContext
-from gateway.orchestration.retry_budget import RetryBudget
 from gateway.prefix.prefix_matches import Matches
 from gateway.queue.waiting_queue import WaitingQueues
 from gateway.request.request_state import RequestState
@@ -101,7 +101,7 @@ def test_a_single_choice_that_is_continued_is_read_with_the_prompt(fleet, num_ch
 async def test_a_machine_without_workers_ends_with_the_router_s_error(fleet):
     prepared = PreparedRequest(None, Matches(), now() + 60, b"digest", is_resumed=False)
     request = RequestContext(
-        fleet, WaitingQueues(4), RetryBudget(), an_answer(), a_record(), prepared, max_queue_wait_s=1.0
+        fleet, WaitingQueues(4), RetryThrottle(), an_answer(), a_record(), prepared, max_queue_wait_s=1.0
     )
     machine = RequestMachine(request)
     with pytest.raises(Unavailable, match="no decode worker serves"):

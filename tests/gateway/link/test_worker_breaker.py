@@ -12,8 +12,8 @@ from baton.cli.cluster.top import frame
 from baton.v1 import fleet_pb2
 from baton.v1 import worker_pb2 as pb
 from gateway.api.fleet_service import FleetService
+from gateway.attempts import answer_timeout
 from gateway.link.worker_breaker import BreakerState, WorkerBreaker
-from gateway.orchestration import failures
 from tests.gateway.calls import PROMPT, ids_of, read
 from tests.support.client import make_request
 from tests.support.gateway.fake_worker import tokens_of
@@ -166,7 +166,7 @@ async def test_a_stream_that_began_before_keeps_no_probe_away(cluster):
 
 async def test_a_new_worker_gets_one_request_first(cluster, monkeypatch):
     """Only beside proven workers; a stack of new ones starts with all of them."""
-    monkeypatch.setattr(failures, "_MOST_ANSWER_S", patience(10))  # an Admit that is held here is no silence
+    monkeypatch.setattr(answer_timeout, "_MOST_ANSWER_S", patience(10))  # an Admit that is held here is no silence
     deadline_s = patience(60)
     async with cluster(0, 2) as c:
         for worker in c.decode:

@@ -14,9 +14,8 @@ from baton.service.errors import DeadlineExceeded
 from baton.v1 import fleet_pb2
 from baton.v1 import inference_pb2 as pb
 from gateway.api.request_handler import _ErrorMapping
-from gateway.attempts import attempt
+from gateway.attempts import answer_timeout, attempt
 from gateway.link.mailbox import Mailbox
-from gateway.orchestration import failures
 from gateway.orchestration.pipeline import Pipeline
 from gateway.request.validation import validate
 from tests.gateway.calls import (
@@ -395,7 +394,7 @@ async def test_a_client_that_does_not_read_until_its_deadline(cluster, num_read)
 
 async def test_a_gateway_that_stood_still_gives_its_workers_their_time_again(cluster, monkeypatch):
     """Nothing that it has to read tells of a worker that does not answer."""
-    monkeypatch.setattr(failures, "_MOST_ANSWER_S", patience(0.3))
+    monkeypatch.setattr(answer_timeout, "_MOST_ANSWER_S", patience(0.3))
     async with cluster(num_decode=2) as c:
         hold(c, "admit")
         running = start(c)

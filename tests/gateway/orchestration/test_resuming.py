@@ -10,11 +10,10 @@ from baton.service.clock import now
 from baton.service.errors import Cancelled, DeadlineExceeded
 from baton.service.net.server import Health
 from baton.v1 import inference_pb2 as pb
-from gateway.attempts import attempt
+from gateway.attempts import attempt, failure_limits, suspected_deaths
 from gateway.link import worker_session
 from gateway.link.mailbox import Lost
 from gateway.link.worker_link import LinkState
-from gateway.orchestration import deaths, failures
 from gateway.prefix.memory_index import MemoryIndex
 from gateway.request.validation import validate
 from tests.gateway.calls import (
@@ -448,7 +447,7 @@ async def test_who_has_only_lost_its_session_has_not_died(cluster):
 
 async def test_stalls_that_pass_are_no_deaths(cluster, monkeypatch):
     """Workers of one host stand still for a moment, one after the other, while a prompt is read; all of them live."""
-    monkeypatch.setattr(deaths, "_RETURN_S", 20.0)  # however slow this machine is
+    monkeypatch.setattr(suspected_deaths, "_RETURN_S", 20.0)  # however slow this machine is
     async with cluster(num_prefill=3) as c:
         hold(c, "prefill")
         running, read_by = start(c), []
@@ -469,7 +468,7 @@ async def test_stalls_that_pass_are_no_deaths(cluster, monkeypatch):
 async def test_sessions_that_break_together_are_no_deaths(cluster, monkeypatch):
     """Neither is back when the second one is judged."""
     monkeypatch.setattr(worker_session, "_FIRST_PAUSE_S", 1.0)
-    monkeypatch.setattr(deaths, "_RETURN_S", 20.0)  # however slow this machine is
+    monkeypatch.setattr(suspected_deaths, "_RETURN_S", 20.0)  # however slow this machine is
     async with cluster(num_prefill=3) as c:
         hold(c, "prefill")
         running = start(c)
@@ -487,7 +486,7 @@ async def test_sessions_that_break_together_are_no_deaths(cluster, monkeypatch):
 async def test_a_failure_is_no_storm(cluster):
     """A request that fails everywhere is retried as often as the budget allows, and no more."""
     async with cluster(num_prefill=2) as c:
-        c.pipeline.retry_budget._retries = 3.0
+        c.pipeline.retry_throttle._num_left = 3.0
         c.decode[0].failures["fetch"] = [(14, "KV_TRANSFER_FAILED")] * 1000
         said = [await expect_refusal(generate(c, PROMPT[i:], max_tokens=6)) for i in range(4)]
         assert {each.code for each in said} == {grpc.StatusCode.UNAVAILABLE}
@@ -499,7 +498,7 @@ async def test_a_failure_is_no_storm(cluster):
 async def test_every_step_counts_as_progress(cluster):
     """A long answer may lose more workers than a request that gets nowhere."""
     async with cluster() as c:
-        worker, num_lost = c.decode[0], failures.MAX_BARREN + 3
+        worker, num_lost = c.decode[0], failure_limits.MAX_BARREN + 3
         worker.hold("end")
         call = c.stub.Generate(make_request(PROMPT, max_tokens=200), timeout=patience(30))
         await c.until(lambda: c.pipeline.running)

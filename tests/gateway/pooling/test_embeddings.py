@@ -9,11 +9,11 @@ from baton.protocol import KV_FULL
 from baton.service.clock import now
 from baton.v1 import fleet_pb2
 from baton.v1 import inference_pb2 as pb
+from gateway.attempts import answer_timeout, suspected_deaths
 from gateway.fleet.router import Router
 from gateway.link import worker_session
 from gateway.link.worker_breaker import BreakerState
 from gateway.link.worker_link import LinkState
-from gateway.orchestration import deaths, failures
 from gateway.request.bottlenecks import seconds_by_bottleneck
 from tests.gateway.calls import expect_refusal
 from tests.gateway.orchestration.test_resuming import hang_up
@@ -136,8 +136,8 @@ async def test_one_that_answers_nothing_is_set_aside(cluster):
 
 
 async def test_the_only_one_is_waited_for(cluster, monkeypatch):
-    monkeypatch.setattr(failures, "_LEAST_ANSWER_S", 0.05)
-    monkeypatch.setattr(failures, "_MOST_ANSWER_S", 0.05)
+    monkeypatch.setattr(answer_timeout, "_LEAST_ANSWER_S", 0.05)
+    monkeypatch.setattr(answer_timeout, "_MOST_ANSWER_S", 0.05)
     async with cluster() as c:
         (worker,), (link,) = c.prefill, c.gateway.registry.prefill
         worker.hold("accept")
@@ -150,8 +150,8 @@ async def test_the_only_one_is_waited_for(cluster, monkeypatch):
 
 async def test_an_older_one_may_be_silent_until_it_is_done(cluster, monkeypatch):
     monkeypatch.setattr(FakeWorker, "says_granted", False)
-    monkeypatch.setattr(failures, "_LEAST_ANSWER_S", 0.05)
-    monkeypatch.setattr(failures, "_MOST_ANSWER_S", 0.05)
+    monkeypatch.setattr(answer_timeout, "_LEAST_ANSWER_S", 0.05)
+    monkeypatch.setattr(answer_timeout, "_MOST_ANSWER_S", 0.05)
     async with cluster(num_prefill=2) as c:
         for worker in c.prefill:
             worker.hold("prefill")
@@ -248,7 +248,7 @@ async def test_a_worker_whose_session_broke_is_not_taken_for_dead(cluster):
 async def test_sessions_that_break_together_are_no_deaths(cluster, monkeypatch):
     """Neither is back when the second one is judged."""
     monkeypatch.setattr(worker_session, "_FIRST_PAUSE_S", 1.0)
-    monkeypatch.setattr(deaths, "_RETURN_S", 20.0)  # however slow this machine is
+    monkeypatch.setattr(suspected_deaths, "_RETURN_S", 20.0)  # however slow this machine is
     async with cluster(num_prefill=3) as c:
         call, cut = await begin_held(c)
         cut.held.clear()

@@ -10,6 +10,7 @@ import pytest
 from baton.service import errors
 from baton.service.errors import InvalidRequest
 from baton.v1 import inference_pb2 as pb
+from gateway.attempts.retry_throttle import poison_error
 from gateway.config.served_model import RequestLimits
 from gateway.http.anthropic.request import MESSAGES, MESSAGES_NEUTRAL, read_count_tokens, read_messages
 from gateway.http.fields.body import parse
@@ -30,7 +31,6 @@ from gateway.http.openai.requests import read_chat, read_completion, read_detoke
 from gateway.http.openapi import document
 from gateway.http.responses.request import LOGPROBS, read_input_tokens, read_response
 from gateway.http.wire.errors import rename, status_of, to_json
-from gateway.orchestration.retry_budget import poison
 from gateway.request.messages import check_conversation
 from gateway.request.validation import validate
 from tests.gateway.request.test_validation import SERVED
@@ -556,7 +556,7 @@ def test_only_what_is_our_own_fault_is_500():
     of_fields = dict.fromkeys((InvalidRequest, errors.ContextLengthExceeded), ("field", "why"))
     more = of_fields | {errors.Overloaded: ("why", 1.0)}
     told = [kind(*more.get(kind, ("why",))) for kind in set(kinds) - ours]
-    told += [poison("workers died of it")]
+    told += [poison_error("workers died of it")]
     documented = document()["paths"]["/v1/completions"]["post"]["responses"].keys()
     assert len(told) > 9
     for error in told:

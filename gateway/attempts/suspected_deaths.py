@@ -31,7 +31,7 @@ class _Suspect(NamedTuple):
         return (self.link.is_reconnecting or self.is_stalled) and now() - self.since < _RETURN_S
 
 
-class Deaths:
+class SuspectedDeaths:
     """Workers that died, or may have died, of one request."""
 
     __slots__ = ("_reported", "_suspects")
@@ -51,17 +51,17 @@ class Deaths:
         self._suspects[worker_id] = _Suspect(link, now())
 
     @property
-    def are_too_many(self) -> bool:
+    def exceed_limit(self) -> bool:
         """Return whether enough workers died, as far as is known, to blame the prompt."""
-        return self._reported + len(self._gone) >= MAX_DEATHS
+        return self._reported + len(self._missing) >= MAX_DEATHS
 
     @property
-    def are_certain(self) -> bool:
+    def are_final(self) -> bool:
         """Return whether no suspected worker may be back in a moment."""
-        return not any(each.may_return for each in self._gone)
+        return not any(each.may_return for each in self._missing)
 
     @property
-    def _gone(self) -> list[_Suspect]:
+    def _missing(self) -> list[_Suspect]:
         """The suspected workers that are not back as the same process with an engine that steps."""
         return [
             each for worker_id, each in self._suspects.items() if each.link.worker_id != worker_id or each.is_stalled

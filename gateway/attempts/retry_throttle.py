@@ -20,28 +20,28 @@ _QUARANTINE_S = 60.0  # how long a prompt is refused after two workers died of i
 _MOST_PROMPTS = 1024
 
 
-class RetryBudget:
+class RetryThrottle:
     """The retries that requests may still make, and the prompts that are quarantined. Belongs to the event loop."""
 
     def __init__(self) -> None:
-        self.num_refused = 0  # retries for which no budget was left
-        self._retries = _MOST_RETRIES
+        self.num_refused = 0  # retries that were refused because the bucket was empty
+        self._num_left = _MOST_RETRIES
         self._poison: OrderedDict[bytes, float] = OrderedDict()  # digest of a prompt -> end of its quarantine
 
     def begin(self, prompt_digest: bytes) -> None:
         """Count a new request. Raises BatonError (ABORTED, POISON) if its prompt is quarantined."""
-        self._retries = min(_MOST_RETRIES, self._retries + _RATIO)
+        self._num_left = min(_MOST_RETRIES, self._num_left + _RATIO)
         if (until := self._poison.get(prompt_digest)) is not None:
             if now() < until:
-                raise poison("workers died of this prompt a moment ago")
+                raise poison_error("workers died of this prompt a moment ago")
             del self._poison[prompt_digest]
 
-    def retry(self, error: BatonError) -> None:
-        """Pay for one more attempt after `error`. Raises Unavailable (RETRY_BUDGET) if the budget is used up."""
-        if self._retries < 1:
+    def spend(self, error: BatonError) -> None:
+        """Take one retry out of the bucket, after `error`. Raises Unavailable (RETRY_BUDGET) if the bucket is empty."""
+        if self._num_left < 1:
             self.num_refused += 1
             raise Unavailable(f"{error.message}; too many requests are being retried", 1.0, reason="RETRY_BUDGET")
-        self._retries -= 1
+        self._num_left -= 1
 
     def quarantine(self, prompt_digest: bytes) -> None:
         """Refuse this prompt for _QUARANTINE_S."""
@@ -55,6 +55,6 @@ def prompt_digest(tenant: str, prompt_ids: Sequence[int]) -> bytes:
     return hashlib.sha256(f"{tenant}/".encode() + array("I", prompt_ids).tobytes()).digest()
 
 
-def poison(message: str) -> BatonError:
+def poison_error(message: str) -> BatonError:
     """Return the error for a request whose prompt kills workers."""
     return from_code(grpc.StatusCode.ABORTED, message, reason="POISON")

@@ -3,47 +3,47 @@
 import pytest
 
 from baton.service.errors import BatonError, Unavailable
-from gateway.orchestration import retry_budget
-from gateway.orchestration.retry_budget import RetryBudget, prompt_digest
+from gateway.attempts import retry_throttle
+from gateway.attempts.retry_throttle import RetryThrottle, prompt_digest
 from tests.gateway.calls import PROMPT, ids_of, start
 from tests.support.gateway.fake_worker import tokens_of
 
 ERROR = Unavailable("lost", 1.0, reason="DECODE_WORKER_LOST")
 
 
-def num_left(budget: RetryBudget) -> int:
+def num_left(throttle: RetryThrottle) -> int:
     """Use them up."""
     num = 0
     with pytest.raises(Unavailable) as caught:
         while True:
-            budget.retry(ERROR)
+            throttle.spend(ERROR)
             num += 1
     assert caught.value.reason == "RETRY_BUDGET"
     return num
 
 
 def test_each_request_saves_a_tenth_of_a_retry():
-    budget = RetryBudget()
+    throttle = RetryThrottle()
     for _ in range(50):
-        budget.begin(b"a prompt")
-    assert num_left(budget) == 100, "that is the most"
+        throttle.begin(b"a prompt")
+    assert num_left(throttle) == 100, "that is the most"
     for _ in range(25):
-        budget.begin(b"a prompt")
-    assert num_left(budget) == 2 and budget.num_refused == 2
+        throttle.begin(b"a prompt")
+    assert num_left(throttle) == 2 and throttle.num_refused == 2
 
 
 def test_poison_of_one_tenant_is_refused_to_it_alone_and_for_a_minute(monkeypatch):
     at = [1000.0]
-    monkeypatch.setattr(retry_budget, "now", lambda: at[0])
-    budget, digest = RetryBudget(), prompt_digest("acme", PROMPT)
-    budget.quarantine(digest)
+    monkeypatch.setattr(retry_throttle, "now", lambda: at[0])
+    throttle, digest = RetryThrottle(), prompt_digest("acme", PROMPT)
+    throttle.quarantine(digest)
     for seconds in (0.0, 59.0):
         at[0] = 1000.0 + seconds
         with pytest.raises(BatonError, match="died of this prompt"):
-            budget.begin(digest)
-    budget.begin(prompt_digest("bravo", PROMPT))
+            throttle.begin(digest)
+    throttle.begin(prompt_digest("bravo", PROMPT))
     at[0] = 1060.0
-    budget.begin(digest)
+    throttle.begin(digest)
 
 
 @pytest.mark.parametrize("num_lost, num_paid", [(1, 0), (2, 1)])
@@ -53,4 +53,4 @@ async def test_the_first_lost_worker_costs_no_retry_others_do(cluster, num_lost,
         for worker in c.prefill:
             worker.failures["prefill"] = failures
         assert ids_of(await start(c)) == tokens_of(PROMPT, 6, 400)
-        assert num_left(c.pipeline.retry_budget) == 100 - num_paid
+        assert num_left(c.pipeline.retry_throttle) == 100 - num_paid
