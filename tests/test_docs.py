@@ -9,10 +9,11 @@ from baton.engine.schedule.lifecycle import TABLE as ENGINE_TABLE
 from baton.engine.schedule.states import GroupEvent, GroupState
 from baton.worker.legs.states import LegEvent, LegState
 from gateway.orchestration.states import RequestEvent
+from gateway.orchestration.timeouts import TIMEOUTS
 from gateway.orchestration.transitions import TABLE as GATEWAY_TABLE
 from gateway.request.request_state import RequestState
 from tests.support.source_tree import folder_map
-from tests.support.state_table import state_table_markdown
+from tests.support.state_table import state_table_markdown, timeout_table_markdown
 from tests.support.worker.doubles import TABLE as WORKER_TABLE
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -30,6 +31,13 @@ def test_state_tables(name, table):
     text = (ROOT / "docs" / "states.md").read_text()
     (drawn,) = re.findall(f"<!-- {name} -->\n(.*?)\n<!-- end -->", text, re.DOTALL)
     assert drawn.strip() == state_table_markdown(*table).strip()
+
+
+def test_timeouts():
+    (drawn,) = re.findall(
+        r"<!-- gateway timeouts -->\n(.*?)\n<!-- end -->", (ROOT / "docs" / "states.md").read_text(), re.DOTALL
+    )
+    assert drawn.strip() == timeout_table_markdown(TIMEOUTS).strip()
 
 
 PAGES = [*ROOT.glob("*.md"), ROOT / "demo" / "README.md", *(ROOT / "docs").rglob("*.md")]

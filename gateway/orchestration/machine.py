@@ -1,10 +1,8 @@
 """The state machine of one request: it takes each event through the table of transitions.py until the request ends.
 
-The machine has no task of its own. Legs, queues and timers all speak through one mailbox, so cancelling the caller
-cancels everything, and `close()` closes every leg.
+If no event comes in time, timeouts.py says what follows. The machine has no task of its own: legs, queues and timers
+all speak through one mailbox, so cancelling the caller cancels everything, and `close()` closes every leg.
 """
-
-from collections.abc import Callable
 
 from google.rpc import code_pb2
 
@@ -12,17 +10,14 @@ from baton.service.clock import now
 from baton.service.errors import BatonError, Unavailable
 from baton.v1 import worker_pb2 as pb
 from gateway.answer.answer import Diverged
-from gateway.attempts.answer_timeout import LATE_S, answer_timeout_s, gives_up
-from gateway.attempts.reattach import ATTACH_WAIT_S
 from gateway.link.mailbox import Tokens
 from gateway.link.worker_leg import WorkerLeg
 from gateway.orchestration.request_context import RequestContext
 from gateway.orchestration.states import Occurrence, RequestEvent, event_of
+from gateway.orchestration.timeouts import TIMEOUTS, Timeout
 from gateway.orchestration.transitions import TABLE
 from gateway.request.request_state import RequestState
 
-_REPORT_S = 0.5
-_ASKED = (RequestState.ADMITTING, RequestState.PREFILLING, RequestState.ATTACHING)  # a worker owes an answer
 _NOT_ITS_PROMPT = "it answers a prompt that another worker reads"
 _IN_LINE = (RequestState.AWAITING_CREDIT, RequestState.AWAITING_PREFILL)
 
@@ -48,14 +43,15 @@ class RequestMachine:
         self._begin()
         request = self.request
         while self.state is not RequestState.ENDED:
-            until, act = self._next_wait()
+            timeout = TIMEOUTS[self.state]
+            until = min(timeout.due(request, self._entered_at), request.deadline)
             await request.mailbox.wait(min(until, request.answer.due_at))
             entry = request.mailbox.take()
             if now() >= request.deadline:
                 self.happen(RequestEvent.DEADLINE)
                 break
             if entry is None and now() >= until:
-                self._on_silence(now() - until, act)
+                self._expire(timeout, now() - until)
             self._receive_all(entry)
             if self.error is None:
                 request.note_output()
@@ -130,6 +126,14 @@ class RequestMachine:
         self.error = error
         return RequestState.ENDED
 
+    def _expire(self, timeout: Timeout, late_s: float) -> None:
+        """Do what follows since no event came until the timeout's end, `late_s` ago."""
+        event = timeout.expire(self.request, late_s)
+        if event is not None:
+            self.happen(event)
+        elif timeout.repeats:
+            self._entered_at = now()
+
     # ---- events ----
 
     def _begin(self) -> None:
@@ -164,59 +168,3 @@ class RequestMachine:
             if isinstance(message, pb.Done) and leg is not attempt.prefilling_leg:
                 message = pb.Ended(code=code_pb2.INTERNAL, reason="DIVERGED", message=_NOT_ITS_PROMPT)
             self.happen(event_of(message, is_prefill=leg is attempt.prefill), message)
-
-    # ---- waiting ----
-
-    def _next_wait(self) -> tuple[float, Callable[[], None]]:
-        """Return until when the machine waits for an event (time.monotonic(), at most the deadline), and the function
-        to call if none has come by then."""
-        request, attempt = self.request, self.request.attempt
-        until, act = request.deadline, self._end_wait
-        if self.state in _IN_LINE:
-            until, act = request.place.wake_at, self._look_again
-        elif self.state is RequestState.ADMITTING or (self.state is RequestState.PREFILLING and attempt.prefill_link):
-            until, act = self._entered_at + answer_timeout_s(request.deadline - self._entered_at), self._leave_silent
-        elif self.state is RequestState.ENDING:
-            until = self._entered_at + _REPORT_S
-        elif self.state is RequestState.ATTACHING:
-            until = self._entered_at + ATTACH_WAIT_S
-        elif attempt.is_in_doubt:
-            until, act = attempt.doubt_until, self._end_doubt
-        elif attempt.has_lease:
-            until, act = attempt.renew_at, attempt.renew_lease
-        return min(until, request.deadline), act
-
-    def _on_silence(self, late_s: float, act: Callable[[], None]) -> None:
-        """Call `act`, which was due `late_s` ago, since no event came until then.
-
-        If this process did not run meanwhile (LATE_S), a worker that owes an answer gets its full time again
-        instead."""
-        if late_s > LATE_S and self.state in _ASKED:
-            self._entered_at = now()
-        else:
-            act()
-
-    def _end_wait(self) -> None:
-        self.happen(RequestEvent.SILENCE)
-
-    def _look_again(self) -> None:
-        self.happen(RequestEvent.SILENCE if self.request.place.is_over else RequestEvent.ROOM)
-
-    def _leave_silent(self) -> None:
-        """Leave the worker that does not answer if another worker could take the request; otherwise wait again, since
-        it may still answer."""
-        silent = self.request.attempt.prefilling_leg.link
-        if gives_up(silent, self.state, 0.0, self._is_another_there):
-            self.happen(RequestEvent.SILENCE)
-        else:
-            self._entered_at = now()
-
-    def _end_doubt(self) -> None:
-        self.happen(RequestEvent.DOUBT_OVER)
-
-    def _is_another_there(self) -> bool:
-        """Return whether another worker could take the request from the one that does not answer."""
-        router, attempt = self.request.router, self.request.attempt
-        if self.state is RequestState.ADMITTING:
-            return router.has_another("decode", than=attempt.decode.worker_id)
-        return router.may_prefill_locally or router.has_another("prefill", than=attempt.prefill.worker_id)

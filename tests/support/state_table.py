@@ -36,6 +36,15 @@ def _cell_text(state: Enum, action: Callable, leads_to: Sequence[Enum]) -> str:
     return words if tuple(leads_to) == (state,) else f"{words} → {', '.join(each.value for each in leads_to)}"
 
 
+def timeout_table_markdown(timeouts: Mapping[Any, Any]) -> str:
+    """Return a table for people: a row a state, with the names of the functions `due` and `expire` of its timeout."""
+    lines = [["", "waits until", "then"], ["---"] * 3]
+    for state, timeout in timeouts.items():
+        words = [function.__name__.replace("_", " ") for function in (timeout.due, timeout.expire)]
+        lines.append([f"**{state.value}**", words[0], words[1] + (", or wait again" if timeout.repeats else "")])
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
 def assignments_of(attribute: str, package: ModuleType) -> list[str]:
     """Return the files of a package's folder that assign the attribute, one entry an assignment."""
     found = []

@@ -14,6 +14,7 @@ from gateway.link.mailbox import Lost, Stalled, Tokens
 from gateway.orchestration.decode_actions import end_answered, expect_report, ignore
 from gateway.orchestration.machine import ForbiddenTransition, RequestMachine
 from gateway.orchestration.states import RequestEvent
+from gateway.orchestration.timeouts import TIMEOUTS
 from gateway.orchestration.transitions import TABLE, RequestTransition
 from gateway.request.request_state import RequestState
 from tests.gateway.calls import PROMPT, generate, ids_of
@@ -130,6 +131,11 @@ def test_the_table_is_whole():
         for state in LIVE
         for event in (RequestEvent.CANCEL, RequestEvent.DEADLINE)
     )
+
+
+def test_every_state_but_the_last_has_a_timeout():
+    assert [*TIMEOUTS] == [state for state in RequestState if state in LIVE]
+    assert all(timeout.due.__doc__ and timeout.expire.__doc__ for timeout in TIMEOUTS.values())
 
 
 def test_what_raises_may_end():
