@@ -63,19 +63,14 @@ class RequestRouter:
     def has_untried(self, role: str) -> bool:
         """Return whether a worker of this role serves that could hold the request and has neither refused nor failed
         it."""
-        return self._has_other(role, self._tried.avoided)
+        return self.has_worker(role, exclude=self._tried.avoided, trusted_only=True)
 
-    def has_another(self, role: str, than: bytes = b"") -> bool:
-        """Return whether a worker of this role other than `than` serves, could hold the request and is not set
-        aside."""
-        return self._has_other(role, frozenset((than,)))
+    def has_worker(self, role: str, *, exclude: Set[bytes] = frozenset(), trusted_only: bool = False) -> bool:
+        """Return whether a worker of this role serves that could hold the request.
 
-    def has_any(self, role: str) -> bool:
-        """Return whether a worker of this role serves that could hold the request, even one that is set aside."""
-        return self._router.has_any(role, self.request, self._tried.unable)
-
-    def _has_other(self, role: str, avoid: Set[bytes]) -> bool:
-        return self._router.has_other(role, self.request, avoid | self._tried.unable)
+        `exclude`: ids of workers that do not count. `trusted_only`: untrusted workers do not count either."""
+        exclude = exclude | self._tried.unable
+        return self._router.has_worker(role, self.request, exclude=exclude, trusted_only=trusted_only)
 
     def note_refusal(self, link: WorkerLink, refused: pb.Refused) -> None:
         """Note that `link` has no room for the request, or can never take it."""

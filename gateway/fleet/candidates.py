@@ -60,7 +60,7 @@ class Candidates:
         self._by_id: dict[bytes, WorkerLink] = {}
         self._draining: dict[bytes, WorkerLink] = {}  # workers that drain: they still give KV to others
         self._facts: dict[WorkerLink, _HelloFacts] = {}
-        self._untrusted: dict[WorkerLink, None] = {}  # serving workers whose breakers are not closed
+        self._unproven: dict[WorkerLink, None] = {}  # serving workers whose breakers are not closed
         self._limits: dict[str, set[WorkerLimits]] = {role: set() for role in ROLES}  # of serving workers
 
     def update(self, link: WorkerLink) -> None:
@@ -104,22 +104,22 @@ class Candidates:
 
     def _note_trust(self, link: WorkerLink) -> None:
         if link.is_serving and link.breaker.state is not BreakerState.CLOSED:
-            self._untrusted[link] = None
+            self._unproven[link] = None
         else:
-            self._untrusted.pop(link, None)
+            self._unproven.pop(link, None)
 
-    def set_aside(self) -> set[bytes]:
+    def untrusted(self) -> set[bytes]:
         """Return the ids of workers that are asked only if there are no others.
 
         Their breakers are open, or they are new and serve a first request while others of their role are proven."""
-        if not self._untrusted:
+        if not self._unproven:
             return set()
-        at, num_untrusted = now(), Counter(map(self._roles.get, self._untrusted))
+        at, num_unproven = now(), Counter(map(self._roles.get, self._unproven))
         return {
             link.worker_id
-            for link in self._untrusted
+            for link in self._unproven
             if (role := self._roles.get(link)) is not None
-            and not link.breaker.takes(at, link.num_asked, num_untrusted[role] < len(self._serving[role]))
+            and not link.breaker.takes(at, link.num_asked, num_unproven[role] < len(self._serving[role]))
         }
 
     def serving(self, role: str) -> Sequence[WorkerLink]:

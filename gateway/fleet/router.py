@@ -67,16 +67,16 @@ class Router:
 
     def route(self, request: RoutingRequest, matches: Matches, excluded: Exclusions = NONE_EXCLUDED) -> Placement:
         """Choose the workers for a request. Raises NoWorker."""
-        reason, avoidances = "", self._avoidances(excluded, True)
+        reason, tiers = "", self._exclusion_tiers(excluded, include_untrusted=True)
         allow_open_choices = (False, True) if self._candidates.kv_pair_breakers.any_open else (False,)
         for allow_open, split, avoided in itertools.product(
-            allow_open_choices, self._splits(excluded.unable), avoidances
+            allow_open_choices, self._split_modes(excluded.unable), tiers
         ):
             try:
                 return self._route(request, matches, avoided, split, allow_open)
             except NoRoute as error:
                 reason = str(error)
-        for avoided in avoidances if self._stand_in else ():
+        for avoided in tiers if self._stand_in else ():
             if found := self._route_to_stand_in(request, matches, avoided):
                 return found
         raise NoWorker(reason)
@@ -103,16 +103,17 @@ class Router:
         """Return the seconds that an idle worker takes to read a prompt, by recent measurements."""
         return self._pace_estimator.pace(now()).prefill_s(num_tokens)
 
-    def has_other(self, role: str, request: RoutingRequest, avoid: Set[bytes]) -> bool:
-        """Return whether `has_any` holds for workers that are not set aside."""
-        return self.has_any(role, request, avoid | self._candidates.set_aside())
+    def has_worker(
+        self, role: str, request: RoutingRequest, *, exclude: Set[bytes] = frozenset(), trusted_only: bool = False
+    ) -> bool:
+        """Return whether a serving worker of this role, or one that stands in, can hold the request.
 
-    def has_any(self, role: str, request: RoutingRequest, avoid: Set[bytes] = frozenset()) -> bool:
-        """Return whether a serving worker of this role, or one that stands in, can hold the request and is not in
-        `avoid`."""
-        return any(link.worker_id not in avoid for link in self._doing(role, request))
+        `exclude`: ids of workers that do not count. `trusted_only`: untrusted workers do not count either."""
+        if trusted_only:
+            exclude = exclude | self._candidates.untrusted()
+        return any(link.worker_id not in exclude for link in self._able_workers(role, request))
 
-    def _doing(self, role: str, request: RoutingRequest) -> Sequence[WorkerLink]:
+    def _able_workers(self, role: str, request: RoutingRequest) -> Sequence[WorkerLink]:
         """Return the serving workers that do the work of `role` and can hold the request."""
         for each in (role, _STAND_IN[role]) if self._stand_in else (role,):
             if able := [link for link in self._candidates.serving(each) if CAN_HOLD[role](request, link.limits)]:
@@ -121,10 +122,10 @@ class Router:
 
     def expects_worker(self, request: RoutingRequest) -> bool:
         """Return whether a worker may come to serve soon that a request needs and that is not here now."""
-        role = "prefill" if self.has_any("decode", request) else "decode"
+        role = "prefill" if self.has_worker("decode", request) else "decode"
         return self.may_come(role, request)
 
-    def _splits(self, unable: Collection[bytes]) -> Sequence[str]:
+    def _split_modes(self, unable: Collection[bytes]) -> Sequence[str]:
         """Return the split modes to try: the one of the settings, and "auto" behind "always" if a prefill worker can
         never read the prompt."""
         if not unable or self._split != "always":
@@ -132,11 +133,11 @@ class Router:
         is_unable = any(link.worker_id in unable for link in self._candidates.serving("prefill"))
         return ("always", "auto") if is_unable else ("always",)
 
-    def _avoidances(self, excluded: Exclusions, is_forced: bool) -> Sequence[Set[bytes]]:
-        """Return the sets of workers to exclude, one after the other: at first all workers that this request avoids or
-        that are set aside, then only the latter, and, if a worker must be found (`is_forced`), none of these."""
-        (avoid, unable), aside = excluded, self._candidates.set_aside()
-        sets = [{*avoid, *aside, *unable}, {*aside, *unable}] + ([{*unable}] if is_forced else [])
+    def _exclusion_tiers(self, excluded: Exclusions, *, include_untrusted: bool) -> Sequence[Set[bytes]]:
+        """Return the sets of workers to exclude, one after the other: first all that this request avoids and all that
+        are untrusted, then only the untrusted ones, and at last, if `include_untrusted`, neither."""
+        (avoid, unable), untrusted = excluded, self._candidates.untrusted()
+        sets = [{*avoid, *untrusted, *unable}, {*untrusted, *unable}] + ([{*unable}] if include_untrusted else [])
         return [one for i, one in enumerate(sets) if one not in sets[:i]]
 
     def prefill_for(
@@ -149,9 +150,9 @@ class Router:
         """Return a prefill worker that can read the prompt and that `taker` can take KV from; None: `taker` reads the
         prompt itself. Raises NoWorker."""
         (candidate,) = self._candidates.as_candidates([taker], matches, request)
-        is_forced = not self.may_prefill_locally
-        takers = [candidate, *([_with_all_pairs(candidate)] if is_forced and candidate.no_kv_from else ())]
-        for each, avoided in itertools.product(takers, self._avoidances(excluded, is_forced)):
+        must_split = not self.may_prefill_locally
+        takers = [candidate, *([_with_all_pairs(candidate)] if must_split and candidate.no_kv_from else ())]
+        for each, avoided in itertools.product(takers, self._exclusion_tiers(excluded, include_untrusted=must_split)):
             near = self._candidates.shortlisted("prefill", request, matches, avoided)
             if best := choose_prefill_for_taker(
                 request, self._candidates.as_candidates(near.values(), matches, request), each
@@ -159,14 +160,14 @@ class Router:
                 return near[best.name]
         here = self._candidates.serving("prefill")
         can_never = any(link.worker_id in excluded.unable or not can_prefill(request, link.limits) for link in here)
-        if is_forced and not can_never and not self._stand_in:
+        if must_split and not can_never and not self._stand_in:
             raise NoWorker("no prefill worker serves")
         return None
 
     def pooling_worker_for(self, request: RoutingRequest, excluded: Exclusions = NONE_EXCLUDED) -> WorkerLink:
         """Return the prefill worker that reads a prompt for embeddings or scores. Raises NoWorker."""
         for role in ROLES if self._stand_in else ("prefill",):
-            for avoided in self._avoidances(excluded, True):
+            for avoided in self._exclusion_tiers(excluded, include_untrusted=True):
                 near = self._candidates.shortlisted(role, request, Matches(), avoided, task="prefill")
                 if best := choose_prefill_worker(
                     request, self._candidates.as_candidates(near.values(), Matches(), request)

@@ -52,7 +52,7 @@ def queue_for_credit(request: RequestContext, event: Occurrence[pb.Refused]) -> 
     router.forget_refusals()
     if event.payload.reason in AWAITS_ADAPTER:
         request.place.join_for_worker(request.queues.decode_start)
-    elif router.has_any("decode"):
+    elif router.has_worker("decode"):
         request.place.join(request.queues.credit)
     else:
         message = f"no decode worker that serves can hold {needs(router.request)}"
@@ -130,7 +130,7 @@ def end_or_wait_longer(request: RequestContext, event: Occurrence[None]) -> None
     """Wait longer if no worker serves and one is starting. Raises NoWorker if no worker came, and Overloaded if all
     workers are full."""
     router, failures = request.router, request.failures
-    lacks_worker = failures.awaits_worker or not router.has_any("decode")
+    lacks_worker = failures.awaits_worker or not router.has_worker("decode")
     if not (lacks_worker and router.expects_worker() and request.place.wait_longer(router.max_start_wait_s)):
         failures.end_wait()
         end_full(request, event)

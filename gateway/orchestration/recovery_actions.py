@@ -33,8 +33,8 @@ def leave_stalled(request: RequestContext, event: Occurrence[Stalled]) -> Reques
     """Try again if another worker could do the work; otherwise wait, since the stalled worker may recover. Raises
     BatonError."""
     is_prefill, router = event.kind is RequestEvent.PREFILL_STALLED, request.router
-    may_prefill = is_prefill and router.may_prefill_locally and router.has_any("decode")
-    if not may_prefill and not router.has_another("prefill" if is_prefill else "decode"):
+    may_prefill = is_prefill and router.may_prefill_locally and router.has_worker("decode")
+    if not may_prefill and not router.has_worker("prefill" if is_prefill else "decode", trusted_only=True):
         return None
     kind = RequestEvent.PREFILL_FAILED if is_prefill else RequestEvent.DECODE_FAILED
     ended = pb.Ended(code=code_pb2.UNAVAILABLE, reason=STALLED, message="its engine does not step")

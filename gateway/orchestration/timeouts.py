@@ -74,7 +74,7 @@ def leave_silent_decode_worker(request: RequestContext, late_s: float) -> Reques
     silent, router = request.attempt.decode, request.router
 
     def has_other() -> bool:
-        return router.has_another("decode", than=silent.worker_id)
+        return router.has_worker("decode", exclude={silent.worker_id}, trusted_only=True)
 
     return RequestEvent.SILENCE if gives_up(silent.link, RequestState.ADMITTING, late_s, has_other) else None
 
@@ -84,7 +84,7 @@ def leave_silent_prefill_worker(request: RequestContext, late_s: float) -> Reque
     silent, router = request.attempt.prefilling_leg, request.router
 
     def has_other() -> bool:
-        return router.may_prefill_locally or router.has_another("prefill", than=silent.worker_id)
+        return router.may_prefill_locally or router.has_worker("prefill", exclude={silent.worker_id}, trusted_only=True)
 
     return RequestEvent.SILENCE if gives_up(silent.link, RequestState.PREFILLING, late_s, has_other) else None
 

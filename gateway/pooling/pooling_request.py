@@ -143,7 +143,8 @@ class PoolingRequest:
         """Return whether to leave the worker, whose answer was due `late_s` ago, since another one is there."""
 
         def has_other() -> bool:
-            return self._parts.router.has_other("prefill", self._routing, self._tried.unable | {leg.worker_id})
+            exclude = self._tried.unable | {leg.worker_id}
+            return self._parts.router.has_worker("prefill", self._routing, exclude=exclude, trusted_only=True)
 
         return gives_up(leg.link, RequestState.PREFILLING, late_s, has_other)
 
@@ -196,7 +197,7 @@ class PoolingRequest:
             self._place.join_for_worker(self._parts.queues.prefill_start)
         else:
             self._place.join(self._parts.queues.prefill)
-        if not await self._wait() and self._parts.router.has_any("prefill", self._routing):
+        if not await self._wait() and self._parts.router.has_worker("prefill", self._routing):
             self._place.time_out()
 
     async def _wait(self) -> bool:

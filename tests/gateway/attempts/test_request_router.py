@@ -26,9 +26,10 @@ class Fleet:
     def __init__(self):
         self.avoided: list[frozenset[bytes]] = []
 
-    def has_other(self, role, ask, avoid) -> bool:
-        self.avoided.append(frozenset(avoid))
-        return bool({FULL, SHORT, BROKEN, LEAVING, GOOD} - avoid)
+    def has_worker(self, role, ask, exclude, trusted_only) -> bool:
+        assert trusted_only
+        self.avoided.append(frozenset(exclude))
+        return bool({FULL, SHORT, BROKEN, LEAVING, GOOD} - exclude)
 
     def expects_worker(self, ask) -> bool:
         return False
@@ -83,7 +84,7 @@ def test_only_what_a_worker_can_never_take_is_not_forgotten(router, fleet):
     with pytest.raises(Unavailable):
         router.route()
     assert fleet.avoided == [{BROKEN, LEAVING}, {SHORT}]
-    assert router.has_another("decode", than=GOOD)
+    assert router.has_worker("decode", exclude={GOOD}, trusted_only=True)
     assert fleet.avoided[-1] == {GOOD, SHORT}
 
 

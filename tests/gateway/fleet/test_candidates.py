@@ -196,8 +196,12 @@ def test_the_few_that_can_hold_a_long_request_are_found_among_many(role):
             )
             if avoid == {long[0].worker_id}:
                 assert long[0] not in (source, taker)
-    assert registry.fleets[0].router.has_other(role, ask, {link.worker_id for link in long[1:]})
-    assert not registry.fleets[0].router.has_other(role, ask, {link.worker_id for link in long})
+    assert registry.fleets[0].router.has_worker(
+        role, ask, exclude={link.worker_id for link in long[1:]}, trusted_only=True
+    )
+    assert not registry.fleets[0].router.has_worker(
+        role, ask, exclude={link.worker_id for link in long}, trusted_only=True
+    )
 
 
 def test_what_a_worker_can_never_take_is_split_as_the_settings_say_elsewhere():
