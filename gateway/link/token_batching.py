@@ -92,9 +92,9 @@ class MessageTurns:
         self._number += 1
         self._every = 1 + int(LONGEST_S / max(self._step_s, 0.001)) if self._batching.is_busy else 1
 
-    def is_turn_of(self, place: int) -> bool:
-        """Return whether it is the turn of `place`, a number that a sequence keeps for all its steps."""
-        return (self._number + place) % self._every == 0
+    def is_turn_of(self, turn_id: int) -> bool:
+        """Return whether it is the turn of `turn_id`, a number that a sequence keeps for all its steps."""
+        return (self._number + turn_id) % self._every == 0
 
     def end(self, due: Sequence[EventSink], held: Sequence[EventSink]) -> None:
         """End the step: flush the mailboxes `due` now and `held` later."""

@@ -1,14 +1,13 @@
 """One leg on a worker: it sends commands, and posts events to the request's mailbox."""
 
 import itertools
-from collections import Counter
 
 from baton.service.clock import now
 from baton.service.codec import key_to_proto
 from baton.v1 import worker_pb2 as pb
 from gateway.link.mailbox import EventSink, Lost, Overflow
 
-_places = itertools.count()
+_turn_ids = itertools.count()
 Key = tuple[str, int]
 
 
@@ -22,7 +21,7 @@ class WorkerLeg:
         "mailbox",
         "tenant",
         "num_unread",
-        "place",
+        "turn_id",
         "_num_prefill_tokens",
         "_slo_tpot_s",
         "_written_from",
@@ -36,7 +35,7 @@ class WorkerLeg:
         """`link` is the WorkerLink of the worker."""
         self.link, self.key, self.mailbox, self.tenant = link, key, mailbox, tenant
         self.worker_id = link.worker_id
-        self.place = next(_places)
+        self.turn_id = next(_turn_ids)  # by which MessageTurns spreads the messages of sequences
         self.num_unread = 0
         self._num_prefill_tokens = 0
         self._slo_tpot_s: float | None = None
@@ -52,19 +51,17 @@ class WorkerLeg:
 
     @num_prefill_tokens.setter
     def num_prefill_tokens(self, num: int) -> None:
-        self.link.prefill_tokens[self.tenant] += num - self._num_prefill_tokens
-        self.link.prefill_tokens += Counter()  # without zeros
+        self.link.add_prefill_tokens(self.tenant, num - self._num_prefill_tokens)
         self._num_prefill_tokens = num
 
     def set_slo(self, tpot_s: float | None) -> None:
         """Count the SLO's bound on the time per token (seconds, or None) among those of the worker while the leg is
         open."""
         if self._slo_tpot_s is not None:
-            self.link.slo_tpots_s[self._slo_tpot_s] -= 1
-            self.link.slo_tpots_s += Counter()  # without zeros
+            self.link.remove_slo(self._slo_tpot_s)
         self._slo_tpot_s = tpot_s
         if tpot_s is not None:
-            self.link.slo_tpots_s[tpot_s] += 1
+            self.link.add_slo(tpot_s)
 
     def send(self, **command) -> None:
         """Fill in the leg's key and send one command, as `send(cancel=pb.Cancel())`."""
@@ -107,8 +104,7 @@ class WorkerLeg:
 
     def close(self, is_answered: bool = False) -> None:
         """Close the leg, so that its late events are dropped. Idempotent. `is_answered`: the answer is complete."""
-        if self.link.legs.get(self.key) is self:
-            del self.link.legs[self.key]
+        self.link.drop_leg(self)
         self._release()
         if self._open:
             self._open = False

@@ -127,6 +127,27 @@ class WorkerLink:
         leg = self.legs[key] = WorkerLeg(self, key, mailbox, tenant)
         return leg
 
+    def drop_leg(self, leg: WorkerLeg) -> None:
+        """Drop the events of a leg from now on."""
+        if self.legs.get(leg.key) is leg:
+            del self.legs[leg.key]
+
+    def add_prefill_tokens(self, tenant: str, num: int) -> None:
+        """Count prompt tokens that begin (or, if negative, cease) to wait on the worker."""
+        self.prefill_tokens[tenant] += num
+        if not self.prefill_tokens[tenant]:
+            del self.prefill_tokens[tenant]
+
+    def add_slo(self, tpot_s: float) -> None:
+        """Count a leg whose SLO allows `tpot_s` seconds per token."""
+        self.slo_tpots_s[tpot_s] += 1
+
+    def remove_slo(self, tpot_s: float) -> None:
+        """Count a leg that was added by `add_slo` no more."""
+        self.slo_tpots_s[tpot_s] -= 1
+        if not self.slo_tpots_s[tpot_s]:
+            del self.slo_tpots_s[tpot_s]
+
     def note_hello(self, hello: pb.Hello) -> None:
         """Keep the worker's Hello for the session, and its limits also after the session."""
         limits = hello.limits
@@ -269,7 +290,7 @@ class WorkerLink:
             if leg := legs[index]:
                 ids = token_ids[token_at : token_at + num_ids]
                 its_logprobs = list(logprobs[logprob_at : logprob_at + num_logprobs]) if has_logprobs else []
-                is_due = leg.post_tokens(choice, first, ids, its_logprobs, reason) or turns.is_turn_of(leg.place)
+                is_due = leg.post_tokens(choice, first, ids, its_logprobs, reason) or turns.is_turn_of(leg.turn_id)
                 (due if is_due else held).append(leg.mailbox)
             token_at += num_ids
             logprob_at += num_logprobs
