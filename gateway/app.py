@@ -4,7 +4,7 @@ import asyncio
 import gc
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 from baton import tasks
@@ -38,6 +38,7 @@ from gateway.observe.gauges import denied_count, fleet_gauges, request_gauges
 from gateway.observe.meters import GatewayMeters
 from gateway.observe.recent_requests import RecentRequests
 from gateway.orchestration.machine import RequestMachine
+from gateway.orchestration.pipeline import RecordItl
 from gateway.orchestration.states import RequestEvent
 from gateway.prefix.cluster_secret import NO_SECRET, fingerprint, read_secret
 from gateway.prefix.memory_index import MemoryIndex
@@ -93,7 +94,9 @@ class Gateway:
         self.registry = Registry(settings, self.index, self._secret, self._on_fleet_change)
         self._admission = AdmissionControl(settings.max_concurrent_requests, quotas)
         self._running: dict[str, RequestMachine] = {}  # key_id -> request, over all models
-        self._versions = VersionFactory(settings, self.registry, self.index, self._admission, self._running, self._gaps)
+        self._versions = VersionFactory(
+            settings, self.registry, self.index, self._admission, self._running, self._itl_recorder_for
+        )
         self.catalog = Catalog(self._versions.add, self._versions.drop, settings.model_root)
         self.recent = RecentRequests(self.registry.worker_started_at)
         gauges = request_gauges(self.recent, self.catalog) + fleet_gauges(self.registry, self.index)
@@ -230,8 +233,8 @@ class Gateway:
         }
         return reason is None, {"ready": reason is None, "reason": reason or "", "workers": workers}
 
-    def _gaps(self, record: RequestRecord) -> Callable[[float], None]:
-        return self.meters.gaps(record)  # not bound earlier: the meters are made after the models that call this
+    def _itl_recorder_for(self, record: RequestRecord) -> RecordItl:
+        return self.meters.itl_recorder_for(record)  # not bound earlier: the meters are made after the models
 
     def _on_request_end(self, record: RequestRecord, error: BaseException | None) -> None:
         self.meters.ended(record, error)

@@ -15,7 +15,7 @@ from gateway.fleet.registry import Registry
 from gateway.model.model_file import read_model
 from gateway.model.model_folder import ModelFolder
 from gateway.orchestration.machine import RequestMachine
-from gateway.orchestration.pipeline import Pipeline
+from gateway.orchestration.pipeline import Pipeline, RecordItl
 from gateway.parsers.formats import AnswerFormat, format_named, format_of
 from gateway.prefix.prefix_hashes import PrefixHashes
 from gateway.prefix.prefix_index import PrefixIndex
@@ -31,7 +31,7 @@ from gateway.text.tokenizer import Tokenizer
 class VersionFactory:
     """Make model versions, and let them go again. Belongs to the event loop.
 
-    `running` are the requests of all models by key_id; `gaps` is the field of Pipeline."""
+    `running` are the requests of all models by key_id; `itl_recorder_for` is the field of Pipeline."""
 
     def __init__(
         self,
@@ -40,10 +40,10 @@ class VersionFactory:
         index: PrefixIndex,
         admission: AdmissionControl,
         running: dict[str, RequestMachine],
-        gaps: Callable[[RequestRecord], Callable[[float], None]],
+        itl_recorder_for: Callable[[RequestRecord], RecordItl],
     ):
         self._settings, self._registry, self._index = settings, registry, index
-        self._admission, self._running, self._gaps = admission, running, gaps
+        self._admission, self._running, self._itl_recorder_for = admission, running, itl_recorder_for
 
     def make(self, folder: ModelFolder) -> ModelVersion:
         """Read a model's tokenizer and template in this thread, and accept its workers. Raises SettingsError."""
@@ -103,7 +103,7 @@ class VersionFactory:
                 admission=self._admission,
                 queues=WaitingQueues(settings.max_queued_requests, settings.max_queued_tokens),
                 max_queue_wait_s=settings.max_queue_wait_s,
-                gaps=self._gaps,
+                itl_recorder_for=self._itl_recorder_for,
                 slo_classes=self._registry.slo_classes,
                 running=self._running,
                 loop_watch=self._registry.loop_watch,

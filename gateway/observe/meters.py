@@ -56,9 +56,10 @@ class GatewayMeters:
         """Count a request that has ended, however it did."""
         self.of(record.model).ended(record, error)
 
-    def gaps(self, record: RequestRecord) -> Callable[[float], None]:
-        """Return what takes the seconds between two messages of a choice, divided by the tokens of the later one."""
-        return self.of(record.model).gaps(record)
+    def itl_recorder_for(self, record: RequestRecord) -> Callable[[float], None]:
+        """Return a function that records an inter-token latency of the request: the seconds between two messages of a
+        choice, divided by the tokens of the later one."""
+        return self.of(record.model).itl_recorder_for(record)
 
 
 class _ModelMeters:
@@ -181,21 +182,22 @@ class _ModelMeters:
             if taken_s > 0:
                 self._prediction(part).observe(predicted_s / taken_s)
 
-    def gaps(self, record: RequestRecord) -> Callable[[float], None]:
-        """See GatewayMeters.gaps: it is called for every message, so the rest is done before."""
-        return _Gaps(self._itl, _exemplar(record))
+    def itl_recorder_for(self, record: RequestRecord) -> Callable[[float], None]:
+        """Return a function that records an inter-token latency of the request; it is called for every message."""
+        return _ItlRecorder(self._itl, _exemplar(record))
 
 
-class _Gaps:
-    """What takes those of one request: a partial would be five times as large, for as long as the stream is open."""
+class _ItlRecorder:
+    """Record the inter-token latencies of one request. A partial would be five times as large while the stream is
+    open."""
 
     __slots__ = ("_itl", "_trace_id")
 
     def __init__(self, itl: Histogram, trace_id: int):
         self._itl, self._trace_id = itl, trace_id
 
-    def __call__(self, gap_s: float) -> None:
-        self._itl.observe(gap_s, self._trace_id)
+    def __call__(self, itl_s: float) -> None:
+        self._itl.observe(itl_s, self._trace_id)
 
 
 class _BoundedLabels:

@@ -41,6 +41,10 @@ _OUTPUT_SHARE = 0.02  # weight of one answer in the moving mean of all answers' 
 _NO_FEATURES: frozenset[str] = frozenset()
 _text_numbers = itertools.count()  # shared by all models, since they share one admission
 
+RecordItl = Callable[
+    [float], None
+]  # records an inter-token latency: seconds per token between two messages of a choice
+
 
 @dataclass
 class Pipeline:
@@ -56,8 +60,7 @@ class Pipeline:
     admission: AdmissionControl
     queues: WaitingQueues
     max_queue_wait_s: float
-    # Returns, for a request, the function that records the seconds a token between two messages of a choice.
-    gaps: Callable[[RequestRecord], Callable[[float], None]]
+    itl_recorder_for: Callable[[RequestRecord], RecordItl]
     slo_classes: Mapping[str, Slo]
     running: dict[str, RequestMachine]  # by key_id
     loop_watch: EventLoopWatch
@@ -142,7 +145,9 @@ class Pipeline:
             validated, prompt_ids, max_tokens, self.prefix_hashes, record.tenant, record.context, deadline
         )
         matches = await self.index.lookup(specs.reusable_spans)
-        answer = Answer(validated, len(prompt_ids), max_tokens, parsing, record.stamps, emit, self.gaps(record))
+        answer = Answer(
+            validated, len(prompt_ids), max_tokens, parsing, record.stamps, emit, self.itl_recorder_for(record)
+        )
         if (validated.echo or validated.echo_token_ids) and not any(validated.resume_from):
             answer.prompt = pb.EchoedPrompt(token_ids=prompt_ids)
             if validated.echo:

@@ -181,7 +181,7 @@ def test_each_model_has_its_own_counts():
             ended = record(**ANSWERED)
             ended.model = name
             meters.ended(ended, None)
-            meters.gaps(ended)(0.1)
+            meters.itl_recorder_for(ended)(0.1)
     text = meters.exposition().body.decode()
     found = {
         (sample.name, sample.labels["model_name"]): sample.value
@@ -216,7 +216,7 @@ def test_predictions_are_held_against_what_was(meters):
 
 def test_exemplars_lead_to_the_trace(meters):
     meters.ended(record(**ANSWERED), None)
-    meters.gaps(record())(0.02)
+    meters.itl_recorder_for(record())(0.02)
     reply = meters.exposition(is_openmetrics=True)
     assert "openmetrics" in reply.headers["content-type"]
     exemplars = {
