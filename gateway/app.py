@@ -29,6 +29,7 @@ from gateway.api.registration_service import RegistrationService
 from gateway.api.request_handler import RequestHandler
 from gateway.api.servicer import SERVICE_NAME, InferenceService
 from gateway.catalog.catalog import Catalog
+from gateway.catalog.version_factory import VersionFactory
 from gateway.config.settings import GatewaySettings
 from gateway.fleet.registry import Registry
 from gateway.model.model_file import read_model
@@ -47,7 +48,6 @@ from gateway.queue.admission import AdmissionControl
 from gateway.queue.quotas import Quotas
 from gateway.request.request_record import RequestRecord
 from gateway.store.redis_url import without_password
-from gateway.version_factory import VersionFactory
 
 _STOP_GRACE_S = 1.0
 # New objects after which the garbage collector looks for cycles. Every request makes hundreds of objects, which live as

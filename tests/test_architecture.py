@@ -161,7 +161,7 @@ FOLDERS = {
         "attempts": "prefix routing link request answer fleet",
         "orchestration": "config routing text prefix queue link request answer fleet attempts",
         "pooling": "config routing queue link request fleet attempts orchestration",
-        "catalog": "config request fleet orchestration pooling",
+        "catalog": "model parsers config text prefix queue request answer fleet orchestration pooling",
         "observe": "prefix request queue link fleet catalog",
         "api": "config prefix queue discovery text request answer fleet catalog observe",
         "http.wire": "",
@@ -170,7 +170,7 @@ FOLDERS = {
         "http.responses": "request http.wire http.fields",
         "http.anthropic": "request http.wire http.fields",
         "http": "request api http.wire http.fields http.openai http.responses http.anthropic",
-        ".": "store model parsers config text prefix queue link discovery request answer fleet observe orchestration catalog api http",
+        ".": "store model config prefix queue request fleet observe orchestration catalog api http",
     },
     "baton.engine": {
         "native": "",

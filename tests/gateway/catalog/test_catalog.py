@@ -11,7 +11,7 @@ import pytest
 
 from baton.v1 import fleet_pb2, fleet_pb2_grpc
 from baton.v1 import inference_pb2 as pb
-from gateway import version_factory
+from gateway.catalog import version_factory
 from gateway.config.settings import GatewaySettings
 from gateway.discovery import registration
 from gateway.text.text_work import TextWork
