@@ -11,7 +11,7 @@ from gateway.attempts.reattach import MAX_ASKED, Reattach
 from gateway.attempts.suspected_deaths import STALLED
 from gateway.link.mailbox import Lost, Stalled
 from gateway.link.worker_leg import WorkerLeg
-from gateway.orchestration.prefill_actions import ask_for_credit
+from gateway.orchestration.credit_actions import ask_for_credit
 from gateway.orchestration.request_context import RequestContext
 from gateway.orchestration.states import Occurrence, RequestEvent
 from gateway.request.request_state import RequestState

@@ -14,27 +14,23 @@ may still have the sequence.
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from gateway.orchestration.decode_actions import (
+from gateway.orchestration.answer_actions import begin_answer, expect_report, take_tokens
+from gateway.orchestration.credit_actions import ask_for_credit, queue_for_credit
+from gateway.orchestration.ending_actions import (
     end_answered,
     end_cancelled,
     end_deadline,
     end_draining,
-    end_unread,
-    expect_report,
-    ignore,
-    take_tokens,
-)
-from gateway.orchestration.prefill_actions import (
-    ask_for_credit,
-    ask_for_prefill,
-    begin_answer,
-    begin_prefill,
     end_full,
     end_or_wait_longer,
+    end_unread,
+)
+from gateway.orchestration.prefill_actions import (
+    ask_for_prefill,
+    begin_prefill,
     fetch,
     note_fetched,
     note_prefix,
-    queue_for_credit,
     queue_for_prefill,
 )
 from gateway.orchestration.recovery_actions import (
@@ -62,6 +58,10 @@ class RequestTransition(NamedTuple):
 
     action: Action
     states: tuple[RequestState, ...]
+
+
+def ignore(request: RequestContext, event: Occurrence[object]) -> None:
+    """Do nothing."""
 
 
 def _table() -> dict[tuple[RequestState, RequestEvent], RequestTransition]:

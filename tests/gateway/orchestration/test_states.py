@@ -11,11 +11,12 @@ import gateway.orchestration.pipeline
 from baton.v1 import inference_pb2 as pb2
 from baton.v1 import worker_pb2 as pb
 from gateway.link.mailbox import Lost, Stalled, Tokens
-from gateway.orchestration.decode_actions import end_answered, expect_report, ignore
+from gateway.orchestration.answer_actions import expect_report
+from gateway.orchestration.ending_actions import end_answered
 from gateway.orchestration.machine import ForbiddenTransition, RequestMachine
 from gateway.orchestration.states import RequestEvent
 from gateway.orchestration.timeouts import TIMEOUTS
-from gateway.orchestration.transitions import TABLE, RequestTransition
+from gateway.orchestration.transitions import RequestTransition, TABLE, ignore
 from gateway.request.request_state import RequestState
 from tests.gateway.calls import PROMPT, generate, ids_of
 from tests.support.gateway.fake_worker import tokens_of

@@ -1,33 +1,10 @@
-"""Actions that run while tokens arrive, and actions that end a request."""
+"""Actions that end a request."""
 
 from baton.service.errors import Cancelled, DeadlineExceeded, Overloaded, Unavailable
 from baton.v1 import worker_pb2 as pb
-from gateway.link.mailbox import Lost, Overflow, Tokens
+from gateway.link.mailbox import Lost, Overflow
 from gateway.orchestration.request_context import RequestContext
 from gateway.orchestration.states import Occurrence
-from gateway.request.request_state import RequestState
-
-
-def ignore(request: RequestContext, event: Occurrence[object]) -> None:
-    """Do nothing."""
-
-
-def take_tokens(request: RequestContext, event: Occurrence[Tokens]) -> None:
-    """Add tokens to the answer. Raises Diverged and InvalidRequest."""
-    tokens = event.payload
-    request.attempt.has_stepped = True
-    request.answer.push(tokens.choice, tokens.first_index, tokens.token_ids, tokens.logprobs, tokens.finish_reason)
-
-
-def expect_report(request: RequestContext, event: Occurrence[None]) -> RequestState | None:
-    """Wait for the decode worker's report of what it measured, or end the request if it decoded nothing."""
-    decode = request.attempt.decode
-    if not request.attempt.is_decoding:
-        decode.close(is_answered=True)
-        return RequestState.ENDED  # the first tokens were the last
-    if request.answer.ended_here:
-        decode.finish()
-    return None
 
 
 def end_answered(request: RequestContext, event: Occurrence[pb.Ended | Lost | None]) -> None:
@@ -35,6 +12,21 @@ def end_answered(request: RequestContext, event: Occurrence[pb.Ended | Lost | No
     if isinstance(event.payload, pb.Ended):
         request.record.measured.decode = event.payload.decode
         request.attempt.decode.note_success()
+
+
+def end_or_wait_longer(request: RequestContext, event: Occurrence[None]) -> None:
+    """Wait longer if no worker serves and one is starting. Raises NoWorker if no worker came, and Overloaded if all
+    workers are full."""
+    router, failures = request.router, request.failures
+    lacks_worker = failures.awaits_worker or not router.has_worker("decode")
+    if not (lacks_worker and router.expects_worker() and request.place.wait_longer(router.max_start_wait_s)):
+        failures.end_wait()
+        end_full(request, event)
+
+
+def end_full(request: RequestContext, event: Occurrence[None]) -> None:
+    """End a request that has waited in a queue for too long. Raises Overloaded."""
+    request.place.time_out()
 
 
 def end_unread(request: RequestContext, event: Occurrence[Overflow | None]) -> None:
