@@ -16,7 +16,7 @@ from gateway.orchestration.ending_actions import end_answered
 from gateway.orchestration.machine import ForbiddenTransition, RequestMachine
 from gateway.orchestration.states import RequestEvent
 from gateway.orchestration.timeouts import TIMEOUTS
-from gateway.orchestration.transitions import RequestTransition, TABLE, ignore
+from gateway.orchestration.transitions import TABLE, RequestTransition, ignore
 from gateway.request.request_state import RequestState
 from tests.gateway.calls import PROMPT, generate, ids_of
 from tests.support.gateway.fake_worker import tokens_of
