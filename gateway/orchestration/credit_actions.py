@@ -43,7 +43,7 @@ def queue_for_credit(request: RequestContext, event: Occurrence[pb.Refused]) -> 
     drop_decode(request)
     router = request.router
     if router.has_untried("decode"):
-        request.call_room()
+        request.post_capacity()
         return
     router.forget_refusals()
     if event.payload.reason in AWAITS_ADAPTER:

@@ -115,7 +115,7 @@ class RequestMachine:
         self.request.mailbox.arm_timeout()
         await answer.flush()
         if steps_out and self.state in _IN_LINE:
-            self.happen(RequestEvent.ROOM)
+            self.happen(RequestEvent.CAPACITY)
 
     def _enter(self, state: RequestState) -> None:
         self.state, self._entered_at = state, now()
@@ -141,7 +141,7 @@ class RequestMachine:
         if request.is_resumed:
             self.happen(RequestEvent.RESUMED)
         elif request.queues.credit.is_open_to(request.record.tenant):
-            self.happen(RequestEvent.ROOM)
+            self.happen(RequestEvent.CAPACITY)
         else:
             request.place.join(request.queues.credit)
 
@@ -157,8 +157,8 @@ class RequestMachine:
     def _receive(self, leg: WorkerLeg | None, message: object) -> None:
         request, attempt = self.request, self.request.attempt
         if isinstance(message, RequestEvent):
-            if message is RequestEvent.ROOM:
-                request.note_room()
+            if message is RequestEvent.CAPACITY:
+                request.note_capacity_taken()
             self.happen(message)
         elif request.reattach is not None and leg in request.reattach:
             self.happen(event_of(message, is_prefill=False), leg)

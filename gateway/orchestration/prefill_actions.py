@@ -77,7 +77,7 @@ def queue_for_prefill(request: RequestContext, event: Occurrence[pb.Refused]) ->
     count_prefill(request, None)
     request.attempt.drop_prefill()
     if refused.reason in NEVER_HERE or router.has_untried("prefill"):
-        request.call_room()  # if no prefill worker can read the prompt, the decode worker does
+        request.post_capacity()  # if no prefill worker can read the prompt, the decode worker does
         return None
     router.forget_refusals()
     if refused.reason in AWAITS_ADAPTER:

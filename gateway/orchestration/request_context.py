@@ -53,7 +53,7 @@ class RequestContext:
         "reattach",
         "lost",
         "specs",
-        "_is_room_called",
+        "_is_capacity_posted",
     )
 
     def __init__(
@@ -69,7 +69,7 @@ class RequestContext:
         self.queues, self.answer, self.record = queues, answer, record
         self.deadline, self.is_resumed = prepared.deadline, prepared.is_resumed
         self.mailbox = Mailbox()
-        self.place = QueuePlace(record.queued, self.call_room, max_queue_wait_s)
+        self.place = QueuePlace(record.queued, self.post_capacity, max_queue_wait_s)
         self.router = RequestRouter(router, prepared.matches, record, answer)
         self.limits = FailureLimits(throttle, prepared.prompt_digest)
         self.failures = RequestFailures(self.limits, self.router, answer, record)
@@ -77,7 +77,7 @@ class RequestContext:
         self.reattach: Reattach | None = None
         self.lost: Occurrence[Lost] | None = None  # the loss for which `reattach` was begun; None: the client resumes
         self.specs = prepared.specs
-        self._is_room_called = False
+        self._is_capacity_posted = False
 
     def begin_attempt(self) -> None:
         """Begin the next attempt, which may ask every worker that has not failed."""
@@ -100,15 +100,15 @@ class RequestContext:
         """Leave the queue in which the request waits, if any, since a worker takes the request."""
         self.place.leave(served=True)
 
-    def call_room(self) -> None:
-        """Post ROOM to the mailbox, unless it is there already."""
-        if not self._is_room_called:
-            self._is_room_called = True
-            self.mailbox.post(None, RequestEvent.ROOM)
+    def post_capacity(self) -> None:
+        """Post CAPACITY to the mailbox, unless it is there already."""
+        if not self._is_capacity_posted:
+            self._is_capacity_posted = True
+            self.mailbox.post(None, RequestEvent.CAPACITY)
 
-    def note_room(self) -> None:
-        """Note that ROOM has been taken out of the mailbox."""
-        self._is_room_called = False
+    def note_capacity_taken(self) -> None:
+        """Note that CAPACITY has been taken out of the mailbox."""
+        self._is_capacity_posted = False
 
     def note_output(self) -> None:
         """Record how many tokens the answer has, for views of running requests and for the request's report."""

@@ -14,7 +14,7 @@ class RequestEvent(Enum):
     __hash__ = object.__hash__  # Enum's own is in Python, and each event is looked up in the table
 
     RESUMED = "resumed"  # the client continues an answer that broke off
-    ROOM = "room"  # the request is first in its queue, and something has changed
+    CAPACITY = "capacity"  # the request is first in its queue, and something has changed
     GRANTED = "granted"
     REFUSED = "refused"
     ACCEPTED = "accepted"

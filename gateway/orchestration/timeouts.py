@@ -65,8 +65,8 @@ def report_due(request: RequestContext, since: float) -> float:
 
 
 def look_again(request: RequestContext, late_s: float) -> RequestEvent:
-    """Return SILENCE if the request has waited for as long as it may, ROOM if it looks for a worker again."""
-    return RequestEvent.SILENCE if request.place.is_over else RequestEvent.ROOM
+    """Return SILENCE if the request has waited for as long as it may, CAPACITY if it looks for a worker again."""
+    return RequestEvent.SILENCE if request.place.is_over else RequestEvent.CAPACITY
 
 
 def leave_silent_decode_worker(request: RequestContext, late_s: float) -> RequestEvent | None:

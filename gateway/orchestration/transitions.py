@@ -3,7 +3,7 @@
     admitting ─ granted ─► prefilling ─ accepted ─► fetching ─ done ─► decoding ─ finished ─► ending ─► ended
       │    ▲                 │  ▲  └─ done (prefilled on the decode worker) ─►┘
       │refused               │refused
-      ▼    │ room            ▼  │ room
+      ▼    │ capacity        ▼  │ capacity
     awaiting credit        awaiting prefill
 
 If a worker is lost or fails, the request goes back to `admitting` with its tokens so far; any other error ends it.
@@ -89,12 +89,12 @@ def _table() -> dict[tuple[RequestState, RequestEvent], RequestTransition]:
         table[state, e.DONE] = to(begin_answer, s.DECODING, s.ENDED)
     return table | {
         (s.AWAITING_CREDIT, e.RESUMED): to(find_sequence, *attach),
-        (s.AWAITING_CREDIT, e.ROOM): to(ask_for_credit, s.ADMITTING, s.AWAITING_CREDIT, s.ENDED),
+        (s.AWAITING_CREDIT, e.CAPACITY): to(ask_for_credit, s.ADMITTING, s.AWAITING_CREDIT, s.ENDED),
         (s.AWAITING_CREDIT, e.SILENCE): to(end_or_wait_longer, s.AWAITING_CREDIT, s.ENDED),
         (s.ADMITTING, e.GRANTED): to(begin_prefill, s.PREFILLING, s.AWAITING_PREFILL, s.AWAITING_CREDIT, s.ENDED),
         (s.ADMITTING, e.REFUSED): to(queue_for_credit, s.AWAITING_CREDIT, s.ENDED),
         (s.ADMITTING, e.SILENCE): retry,
-        (s.AWAITING_PREFILL, e.ROOM): to(ask_for_prefill, s.PREFILLING, s.AWAITING_CREDIT, s.ENDED),
+        (s.AWAITING_PREFILL, e.CAPACITY): to(ask_for_prefill, s.PREFILLING, s.AWAITING_CREDIT, s.ENDED),
         (s.AWAITING_PREFILL, e.SILENCE): to(end_full, s.ENDED),
         (s.PREFILLING, e.ACCEPTED): to(fetch, s.FETCHING),
         (s.PREFILLING, e.REFUSED): to(queue_for_prefill, s.AWAITING_PREFILL, s.AWAITING_CREDIT, s.ENDED),

@@ -59,8 +59,8 @@ class PoolingRequest:
         """`digest` identifies the prompt if it must be quarantined because workers died of it. Raises BatonError if it
         is quarantined already."""
         self._parts, self._spec, self._routing = parts, spec, routing
-        self._mailbox, self._has_room = Mailbox(), asyncio.Event()
-        self._place = QueuePlace(queued, self._note_room, queued.max_wait_s)
+        self._mailbox, self._has_capacity = Mailbox(), asyncio.Event()
+        self._place = QueuePlace(queued, self._has_capacity.set, queued.max_wait_s)
         self._tried, self._limits = TriedWorkers(), FailureLimits(parts.throttle, digest)
         self._awaits_adapter = False  # whether the last refusal was for an adapter that is not loaded yet
         self.num_prefilled_tokens = 0  # the prompt's tokens, once a worker has read it
@@ -204,18 +204,15 @@ class PoolingRequest:
         """Wait until it is time to look for a worker again; return whether the request may wait longer afterwards.
         Raises DeadlineExceeded."""
         self._parts.record.phase = RequestState.AWAITING_PREFILL
-        self._has_room.clear()
+        self._has_capacity.clear()
         until = min(self._parts.deadline, self._place.wake_at)
         try:
             async with asyncio.timeout(max(0.0, until - now())):
-                await self._has_room.wait()
+                await self._has_capacity.wait()
         except TimeoutError:
             self._check_deadline(RequestState.AWAITING_PREFILL)
             return not self._place.is_over
         return True
-
-    def _note_room(self) -> None:
-        self._has_room.set()
 
     def _check_deadline(self, phase: RequestState) -> None:
         if now() >= self._parts.deadline:

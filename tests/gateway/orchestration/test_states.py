@@ -109,7 +109,7 @@ async def test_every_event_in_every_state(cluster, monkeypatch, state, event):
             machine.happen(event, message_of(event))
         assert machine.state in cell.states
         if machine.state is RequestState.ENDED:
-            request.call_room()  # its reader looks up: in life it was the reader that brought the event
+            request.post_capacity()  # its reader looks up: in life it was the reader that brought the event
         let_go(c)
         try:
             assert ids_of(await running) == EXPECTED
@@ -188,7 +188,7 @@ async def test_what_comes_before_the_news_that_its_decode_worker_is_lost(cluster
         if state is RequestState.ADMITTING:
             request.mailbox.post(request.attempt.decode, pb.Granted())
         else:
-            request.call_room()
+            request.post_capacity()
         link.lose("gone")
         link.session.hang_up("a test ends it")
         let_go(c)

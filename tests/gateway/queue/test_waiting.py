@@ -181,7 +181,7 @@ async def test_a_client_that_does_not_read_holds_up_nobody_in_line(cluster):
 
         answer._emit = emit_slowly
         answer.push(0, 1, tokens_of(PROMPT, 2, 400)[1:], (), 0)  # as its last, beside the news of its end
-        machine.request.call_room()
+        machine.request.post_capacity()
         await c.until(lambda: not answer.choices[0].has_pending)
         release(c, "decode")
         worker.held.clear()
