@@ -8,15 +8,14 @@ from baton.protocol import PREFILL_ON_ADMIT
 from baton.service.clock import now
 from baton.service.codec import budget_ms
 from baton.v1 import worker_pb2 as pb
+from gateway.attempts.counted_load import CountedLoad
+from gateway.attempts.kv_fetch import KVFetch
 from gateway.attempts.prefix_source import PrefixSource
 from gateway.link.mailbox import Mailbox
 from gateway.link.worker_leg import Key, WorkerLeg
 from gateway.link.worker_link import WorkerLink
 from gateway.request.request_record import RequestRecord
 from gateway.request.request_spec import make_taker
-
-_RENEW_S = 1.5  # a lease is renewed this often; it lasts for LEAST_LEASE_S (baton/worker/settings.py) or longer
-_DOUBT_S = 1.0  # how long a fetch may still take once the session with its source is lost
 
 # Attempts of this process are numbered from a random start, so that a request id that is used again gets new keys.
 _numbers = itertools.count(secrets.randbits(31))
@@ -28,7 +27,8 @@ def new_key(key_id: str) -> Key:
 
 
 class Attempt:
-    """Open legs on workers, send their commands, and keep what is known of their progress.
+    """Open legs on workers, and send their commands; `kv_fetch` is the fetch of the prompt's KV, `load` the work that
+    is counted for the attempt.
 
     `decode` is None until a decode worker is asked for credit, and `prefill` until a prefill worker is asked to read
     the prompt."""
@@ -38,18 +38,15 @@ class Attempt:
         "prefill",
         "chosen_at",
         "prefill_link",
-        "counted_prefill_link",
         "prefix_holder",
         "spec",
         "fingerprint",
         "output_ids",
         "num_granted_tokens",
-        "is_fetched",
+        "kv_fetch",
+        "load",
         "is_decoding",
         "has_stepped",
-        "doubt_until",
-        "renew_at",
-        "_lease_id",
         "prefills_on_admit",
         "_prefix_source",
         "_key_id",
@@ -64,18 +61,15 @@ class Attempt:
         self.prefill: WorkerLeg | None = None
         self.chosen_at = 0.0  # when the decode worker was chosen (time.monotonic())
         self.prefill_link: WorkerLink | None = None  # the worker that prefills; None: the decode worker does
-        self.counted_prefill_link: WorkerLink | None = None  # the worker whose recent work includes the prefill
         self.prefix_holder: WorkerLink | None = None  # gives a prefix to the worker that reads the prompt
         self.spec: pb.RequestSpec | None = None  # None again once the answer has begun
         self.fingerprint = b""  # of the spec
         self.output_ids: Sequence[int] = ()  # the tokens of earlier attempts that the spec carries
         self.num_granted_tokens = 0  # tokens of the prompt that the decode worker has cached
-        self.is_fetched = False
+        self.kv_fetch = KVFetch()
+        self.load = CountedLoad()
         self.is_decoding = False  # decode steps run, or may run as soon as the KV is there
         self.has_stepped = False
-        self.doubt_until: float | None = None  # when a fetch whose source may be gone is given up (time.monotonic())
-        self.renew_at = 0.0  # when the lease is to be renewed (time.monotonic())
-        self._lease_id = b""
         self.prefills_on_admit = False  # Admit asked the decode worker to prefill
         self._prefix_source: PrefixSource | None = None
         self._key_id, self._mailbox, self._record, self._deadline = key_id, mailbox, record, deadline
@@ -89,16 +83,6 @@ class Attempt:
     def kv_source(self) -> WorkerLink | None:
         """The worker from which the decode worker gets KV of the prompt, or of its beginning, if there is one."""
         return self.prefill_link or self.prefix_holder
-
-    @property
-    def has_lease(self) -> bool:
-        """Return whether the prefill worker keeps KV that the decode worker has not fetched yet."""
-        return bool(self._lease_id) and not self.is_fetched
-
-    @property
-    def is_in_doubt(self) -> bool:
-        """Return whether the source of an unfinished fetch may be gone."""
-        return self.doubt_until is not None and not self.is_fetched
 
     @property
     def has_lost_decode_worker(self) -> bool:
@@ -154,7 +138,7 @@ class Attempt:
 
     def fetch(self, accepted: pb.Accepted) -> None:
         """Have the decode worker pull the prompt's KV from the prefill worker."""
-        self._lease_id, self.renew_at = accepted.lease_id, now() + _RENEW_S
+        self.kv_fetch.begin(accepted.lease_id)
         self.decode.send(fetch=pb.Fetch(handle=accepted.handle, ticket=accepted.ticket))
 
     def prefill_rest(self) -> None:
@@ -163,21 +147,20 @@ class Attempt:
 
     def note_fetched(self) -> None:
         """Note that the decode worker has all KV of the prompt."""
-        self.is_fetched = True
+        self.kv_fetch.is_done = True
         if self.prefill is not None:
             self.prefill.note_success()
 
     def renew_lease(self) -> None:
         """Have the prefill worker keep the KV for longer, and set when to renew the lease again."""
-        self.renew_at = now() + _RENEW_S
-        self.prefill.send(renew_lease=pb.RenewLease(lease_id=self._lease_id))
+        self.kv_fetch.note_renewed()
+        self.prefill.send(renew_lease=pb.RenewLease(lease_id=self.kv_fetch.lease_id))
 
     def doubt_fetch(self) -> None:
-        """Bound an unfinished fetch to _DOUBT_S: its source may be gone, or may live without a session to this gateway.
-
-        Further calls do not extend the time."""
-        if self.prefill_link is not None and not self.is_fetched and self.doubt_until is None:
-            self.doubt_until = now() + _DOUBT_S
+        """Give an unfinished fetch little time: its source may be gone, or may live without a session to this
+        gateway."""
+        if self.prefill_link is not None:
+            self.kv_fetch.doubt()
 
     def start(self, first_tokens: Sequence[pb.FirstToken]) -> None:
         """Have the decode worker decode behind `first_tokens`, if another worker computed them, and forget the prompt.
@@ -192,7 +175,7 @@ class Attempt:
         """Continue with `leg`, which is attached to a running sequence that has all its KV."""
         self.decode = leg
         self.decode.set_slo(self._record.routing_request.slo.tpot_s)
-        self.is_decoding = self.is_fetched = True
+        self.is_decoding = self.kv_fetch.is_done = True
 
     def close(self) -> None:
         """Close all legs. Idempotent."""
@@ -200,7 +183,7 @@ class Attempt:
             if leg is not None:
                 leg.close()
         self._prefix_source = None  # it refers back to this object: kept, both would wait for the garbage collector
-        self._lease_id = b""
+        self.kv_fetch.lease_id = b""
 
     def _send_local_prefill(self, sources: list[pb.KVSource], holder: str | None) -> None:
         """Have the decode worker pull the prefix that a holder offers; without an offer, have it prefill now."""

@@ -32,8 +32,9 @@ def ask_for_credit(request: RequestContext, event: Occurrence[object]) -> Reques
     request.attempt.prefill_link = placement.prefill
     # The decode worker of a later attempt first pulls the prefix that other workers hold.
     request.attempt.admit(placement.decode, prefills_on_admit=placement.prefill is None and record.num_attempts == 1)
-    count_prefill(request, placement.prefill or placement.decode)
-    placement.decode.recent_load.add(placement.decision.decode_s, now())
+    load, decision = request.attempt.load, placement.decision
+    load.count_prefill(placement.prefill or placement.decode, decision.prefill_s)
+    load.count_decode(placement.decode, decision.decode_s)
     return RequestState.ADMITTING
 
 
@@ -65,26 +66,14 @@ def queue_for_worker(request: RequestContext, error: NoWorker) -> RequestState:
     return RequestState.AWAITING_CREDIT
 
 
-def count_prefill(request: RequestContext, link: WorkerLink | None) -> None:
-    """Count the prefill as recent work of `link` only, before the worker reports it, since other requests choose
-    workers meanwhile. None: every worker that was asked has refused."""
-    attempt, prefill_s = request.attempt, request.record.decision.prefill_s
-    if attempt.counted_prefill_link is not link:
-        for each, seconds in ((attempt.counted_prefill_link, -prefill_s), (link, prefill_s)):
-            if each is not None:
-                each.recent_load.add(seconds, now())
-        attempt.counted_prefill_link = link
-
-
 def drop_decode(request: RequestContext) -> None:
-    """Close the decode leg, and subtract the request from the recent work of the chosen workers."""
-    attempt = request.attempt
-    count_prefill(request, None)
-    attempt.decode.link.recent_load.add(-request.record.decision.decode_s, now())
-    attempt.drop_decode()
+    """Close the decode leg, and count nothing as work of the chosen workers."""
+    request.attempt.load.drop()
+    request.attempt.drop_decode()
 
 
 def note_refusal(request: RequestContext, link: WorkerLink, refused: pb.Refused, queue: WaitingQueue) -> None:
+    """Note that a worker refused, in the request and in the queue in which it may have to wait."""
     queue.refused_for = refused.reason
     request.router.note_refusal(link, refused)
     request.place.note_refusal(refused)

@@ -8,7 +8,6 @@ from baton.service.errors import NoWorker
 from baton.v1 import worker_pb2 as pb
 from gateway.link.worker_link import WorkerLink
 from gateway.orchestration.credit_actions import (
-    count_prefill,
     drop_decode,
     note_refusal,
     queue_for_credit,
@@ -52,7 +51,7 @@ def ask_for_prefill(request: RequestContext, event: Occurrence[object]) -> Reque
             drop_decode(request)
             request.place.leave(served=False)
             return queue_for_worker(request, error)
-    count_prefill(request, attempt.prefill_link or attempt.decode.link)
+    attempt.load.count_prefill(attempt.prefill_link or attempt.decode.link, request.record.decision.prefill_s)
     if attempt.prefill_link is None:
         request.leave_line()
         is_retry = request.record.num_attempts > 1  # other workers may hold the prefix that the lost worker held
@@ -74,7 +73,7 @@ def queue_for_prefill(request: RequestContext, event: Occurrence[pb.Refused]) ->
         queue_for_credit(request, event)
         return RequestState.AWAITING_CREDIT
     note_refusal(request, request.attempt.prefill.link, refused, request.queues.prefill)
-    count_prefill(request, None)
+    request.attempt.load.drop_prefill()
     request.attempt.drop_prefill()
     if refused.reason in NEVER_HERE or router.has_untried("prefill"):
         request.post_capacity()  # if no prefill worker can read the prompt, the decode worker does

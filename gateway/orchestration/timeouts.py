@@ -45,10 +45,7 @@ def prefill_answer_due(request: RequestContext, since: float) -> float:
 
 def doubt_or_lease_due(request: RequestContext, since: float) -> float:
     """Return when a doubtful fetch is given up, or when the lease is renewed; never once the KV is fetched."""
-    attempt = request.attempt
-    if attempt.is_in_doubt:
-        return attempt.doubt_until
-    return attempt.renew_at if attempt.has_lease else math.inf
+    return request.attempt.kv_fetch.due
 
 
 def attach_due(request: RequestContext, since: float) -> float:
@@ -91,7 +88,7 @@ def leave_silent_prefill_worker(request: RequestContext, late_s: float) -> Reque
 
 def end_doubt_or_renew_lease(request: RequestContext, late_s: float) -> RequestEvent | None:
     """Return DOUBT_OVER if the source of the KV may be gone; otherwise renew the lease."""
-    if request.attempt.is_in_doubt:
+    if request.attempt.kv_fetch.is_in_doubt:
         return RequestEvent.DOUBT_OVER
     request.attempt.renew_lease()
     return None

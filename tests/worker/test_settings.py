@@ -23,7 +23,7 @@ from baton.service.settings import SettingsError, add_flags, flat_fields, load_s
 from baton.worker import app, settings
 from baton.worker.main import main
 from baton.worker.settings import WorkerSettings
-from gateway.attempts import attempt
+from gateway.attempts import kv_fetch
 from gateway.config.settings import GatewaySettings
 from kvtransfer.transfer import dialogue
 
@@ -120,7 +120,7 @@ def test_no_setting_of_the_engine_is_declared_again():
 
 def test_a_lease_outlives_the_pauses_between_its_renewals():
     """One that did not ended amid each transfer that waited for a chunk of its prompt for longer."""
-    assert max(dialogue.RENEW_S, attempt._RENEW_S) < settings.LEAST_LEASE_S
+    assert max(dialogue.RENEW_S, kv_fetch._RENEW_S) < settings.LEAST_LEASE_S
     with pytest.raises(SettingsError, match=r"--lease-ttl-s 1.5: must be at least 2 and below 3600"):
         load_settings(WorkerSettings, {"model": "m", "lease_ttl_s": "1.5"}, {})
     assert load_settings(WorkerSettings, {"model": "m", "lease_ttl_s": "2"}, {}).lease_ttl_s == settings.LEAST_LEASE_S

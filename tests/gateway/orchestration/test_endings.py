@@ -14,7 +14,7 @@ from baton.service.errors import DeadlineExceeded
 from baton.v1 import fleet_pb2
 from baton.v1 import inference_pb2 as pb
 from gateway.api.request_handler import _ErrorMapping
-from gateway.attempts import answer_timeout, attempt
+from gateway.attempts import answer_timeout, kv_fetch
 from gateway.link.mailbox import Mailbox
 from gateway.orchestration.pipeline import Pipeline
 from gateway.request.validation import validate
@@ -409,7 +409,7 @@ async def test_a_gateway_that_stood_still_gives_its_workers_their_time_again(clu
 @pytest.mark.parametrize("state", ["serving", "stalled"])
 async def test_what_waits_to_be_taken_is_kept_for_longer(cluster, monkeypatch, state):
     """Also while the only decode worker says, more often than that, that it stands still."""
-    monkeypatch.setattr(attempt, "_RENEW_S", 0.5)
+    monkeypatch.setattr(kv_fetch, "_RENEW_S", 0.5)
     async with cluster() as c:
         hold(c, "fetch")
         running = start(c)

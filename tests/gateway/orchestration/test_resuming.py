@@ -10,7 +10,7 @@ from baton.service.clock import now
 from baton.service.errors import Cancelled, DeadlineExceeded
 from baton.service.net.server import Health
 from baton.v1 import inference_pb2 as pb
-from gateway.attempts import attempt, failure_limits, suspected_deaths
+from gateway.attempts import failure_limits, kv_fetch, suspected_deaths
 from gateway.link import worker_session
 from gateway.link.mailbox import Lost
 from gateway.link.worker_link import LinkState
@@ -138,20 +138,20 @@ async def test_a_worker_that_has_cached_a_part_of_the_answer(cluster):
 
 async def test_a_sequence_that_is_attached_to_has_all_its_kv(cluster, monkeypatch):
     """Both sessions break before Fetched has come: it is not started over for a fetch that nobody hears of any more."""
-    monkeypatch.setattr(attempt, "_DOUBT_S", 0.1)
+    monkeypatch.setattr(kv_fetch, "_DOUBT_S", 0.1)
     async with cluster() as c:
         hold(c, "decode")
         running = start(c)
         await wait_for_gate(c, "decode")  # Fetched and Done come by two sessions, in either order
-        await c.until(lambda: any(each.request.attempt.is_fetched for each in c.pipeline.running.values()))
+        await c.until(lambda: any(each.request.attempt.kv_fetch.is_done for each in c.pipeline.running.values()))
         (machine,) = c.pipeline.running.values()
         request = machine.request
-        request.attempt.is_fetched = False
+        request.attempt.kv_fetch.is_done = False
         request.mailbox.post(request.attempt.prefill, Lost("no word from it"))
         hang_up(c.decode[0])
         await c.until(lambda: request.record.num_attached)
         await asyncio.sleep(0.3)
-        assert not request.attempt.has_lease
+        assert not request.attempt.kv_fetch.has_lease
         release(c, "decode")
         assert ids_of(await running) == tokens_of(PROMPT, 6, 400)
         assert request.record.num_attempts == 1 and c.decode[0].kinds().count("admit") == 1

@@ -236,7 +236,7 @@ async def test_a_fetch_in_doubt_does_not_keep_an_answer_from_its_end(cluster, mo
         running = asyncio.create_task(generate(c, max_tokens=MAX_TOKENS))
         await c.until(lambda: made and made[0].state is RequestState.ENDING)
         attempt = made[0].request.attempt
-        attempt.is_fetched, attempt.doubt_until = False, 0.0
+        attempt.kv_fetch.is_done, attempt.kv_fetch.give_up_at = False, 0.0
         async with asyncio.timeout(patience(5)):
             assert ids_of(await running) == EXPECTED
         let_go(c)
