@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 from baton.service.codec import budget_ms
 from baton.v1 import worker_pb2 as pb
-from gateway.link.worker_leg import Key
+from gateway.link.worker_leg import Key, WorkerLeg
 from gateway.link.worker_link import WorkerLink
 from gateway.request.request_spec import make_taker
 
@@ -25,7 +25,8 @@ class PrefixSource:
         """`on_settled(sources, holder's address)` is called once, with ([], None) if no offer comes in time, and never
         after `close()`. If an offer comes in time, `on_offer()` is called before `on_settled`."""
         self._on_settled, self._on_offer = on_settled, on_offer
-        self._leg = self._timer = None
+        self._leg: WorkerLeg | None = None
+        self._timer: asyncio.TimerHandle | None = None
         self._is_pending = True
 
     def ask(

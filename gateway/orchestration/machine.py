@@ -79,7 +79,7 @@ class RequestMachine:
         deadline."""
         self.is_superseded = True
         self.give_up(RequestEvent.CANCEL)
-        self.request.mailbox.interrupt()
+        self.request.mailbox.timer.interrupt()
 
     def happen(self, kind: RequestEvent, payload: object = None) -> None:
         """Take one event through the table. Raises ForbiddenTransition."""
@@ -112,7 +112,7 @@ class RequestMachine:
         steps_out = place.is_in_line and answer.has_due
         if steps_out:
             place.leave(served=False)
-        self.request.mailbox.arm_timeout()
+        self.request.mailbox.timer.arm()
         await answer.flush()
         if steps_out and self.state in _IN_LINE:
             self.happen(RequestEvent.CAPACITY)

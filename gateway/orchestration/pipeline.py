@@ -84,10 +84,10 @@ class Pipeline:
             try:
                 # Every wait in there ends at the deadline by itself, except for writes to a client that does not read.
                 async with asyncio.timeout(None) as timeout:
-                    request.mailbox.set_timeout(timeout, deadline + _UNREAD_S)
+                    request.mailbox.timer.set_timeout(timeout, deadline + _UNREAD_S)
                     await machine.run()
                     _note_waits(request, self.loop_watch.delay)
-                    request.mailbox.arm_timeout()
+                    request.mailbox.timer.arm()
                     await request.answer.finish(record.num_cached_tokens, record.measured)
             except TimeoutError:
                 if machine.is_superseded:
