@@ -45,7 +45,7 @@ class SimulatedGateway:
     def takes(self, name: str, now: float) -> bool:
         """Say whether its breaker lets a request through to the worker."""
         breaker = self.breakers.get(name)
-        return breaker is None or breaker.state is BreakerState.CLOSED or breaker.takes(now, 0, True)
+        return breaker is None or breaker.state is BreakerState.CLOSED or breaker.allows(now, 0, True)
 
     def load_of(self, name: str, report: LoadReport) -> tuple[int, int]:
         """Return the sequences and waiting tokens of a worker: as reported, and what was sent since."""

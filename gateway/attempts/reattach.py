@@ -58,7 +58,7 @@ class Reattach:
         del self._legs[leg]
         leg.close()
 
-    def take(self, leg: WorkerLeg) -> WorkerLeg:
+    def settle_on(self, leg: WorkerLeg) -> WorkerLeg:
         """Return `leg`, whose worker continues the sequence, after closing all other legs."""
         del self._legs[leg]
         self.close()

@@ -119,7 +119,7 @@ class Candidates:
             link.worker_id
             for link in self._unproven
             if (role := self._roles.get(link)) is not None
-            and not link.breaker.takes(at, link.num_asked, num_unproven[role] < len(self._serving[role]))
+            and not link.breaker.allows(at, link.num_asked, num_unproven[role] < len(self._serving[role]))
         }
 
     def serving(self, role: str) -> Sequence[WorkerLink]:

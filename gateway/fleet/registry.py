@@ -56,7 +56,7 @@ class Registry:
         self._replaced: dict[bytes, str] = {}  # identity of a model that is no longer served -> the name it had
         self._fleet_of: dict[WorkerLink, ModelFleet] = {}  # by the worker's last Hello that was not refused
         self._joined: dict[WorkerLink, bytes] = {}
-        self._placed: dict[WorkerLink, str] = {}  # the role in the worker's last Hello
+        self._role_of: dict[WorkerLink, str] = {}  # the role in the worker's last Hello
         self._batching = TokenBatching()
         self.loop_watch = EventLoopWatch()
         self._links: dict[str, list[WorkerLink]] = {role: [] for role in ROLES}
@@ -192,7 +192,7 @@ class Registry:
 
     def _remove(self, link: WorkerLink) -> None:
         self._forget()  # the worker's maximum length no longer counts
-        role, fleet = self._placed.pop(link, None), self._fleet_of.pop(link, None)
+        role, fleet = self._role_of.pop(link, None), self._fleet_of.pop(link, None)
         if role and fleet:
             fleet.last_gone[role] = f"{link.address} gone: {link.reason}"
             log.info("worker forgotten %s", fields(worker=link.name, address=link.address, reason=link.reason))
@@ -277,12 +277,12 @@ class Registry:
                     ):
                         link.session.hang_up("its model is not listed any more")
 
-    def _place(self, link: WorkerLink) -> None:
+    def _assign_role(self, link: WorkerLink) -> None:
         """Move a worker to the list of the role in its Hello: a worker may come back in the other role."""
         role = link.hello.roles[0]
-        if self._placed.get(link) == role:
+        if self._role_of.get(link) == role:
             return  # this runs after every report of every worker
-        self._placed[link] = role
+        self._role_of[link] = role
         links, others = (self.prefill, self.decode) if role == "prefill" else (self.decode, self.prefill)
         if link in others:
             others.remove(link)
@@ -293,7 +293,7 @@ class Registry:
 
     def _on_link_change(self, link: WorkerLink) -> None:
         if link.hello is not None:
-            self._place(link)
+            self._assign_role(link)
         fleet = self._fleet_of.get(link)
         if link.state in (LinkState.CONNECTING, LinkState.REFUSED):
             if worker := self._joined.pop(link, None):

@@ -69,7 +69,7 @@ class Mailbox:
 
     def __init__(self) -> None:
         self._entries: list = []  # few at a time: a deque would reserve memory for 64
-        self._has_news = False  # since `take` has returned None
+        self._has_news = False  # since `pop` has returned None
         self.timer = ReaderTimer()
 
     def post(self, leg, event) -> None:
@@ -94,7 +94,7 @@ class Mailbox:
             self._notify()
         return bool(self._entries)
 
-    def take(self) -> tuple | None:
+    def pop(self) -> tuple | None:
         """Remove and return the next (leg, event), or return None if there is none."""
         if self._entries:
             return self._entries.pop(0)
@@ -102,7 +102,7 @@ class Mailbox:
         return None
 
     def wait(self, until: float) -> Awaitable[None]:
-        """Return an awaitable for the next event since `take` returned None; it is done at `until` (time.monotonic())
+        """Return an awaitable for the next event since `pop` returned None; it is done at `until` (time.monotonic())
         at the latest.
 
         This is no coroutine, which would add a quarter KB to an open stream."""

@@ -57,7 +57,7 @@ class WorkerBreaker:
         self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
         return True
 
-    def takes(self, at: float, num_asked: int, are_others_proven: bool) -> bool:
+    def allows(self, at: float, num_asked: int, are_others_proven: bool) -> bool:
         """Return whether to send this worker one more request, while it has `num_asked` requests that show no work yet.
 
         If no other worker is proven, a new one gets any number: a stack whose workers are all new begins at full

@@ -229,7 +229,7 @@ class WorkerLink:
 
     # ---- events ----
 
-    def take(self, event: pb.Event) -> None:
+    def on_event(self, event: pb.Event) -> None:
         """Handle one event of the session."""
         kind = event.WhichOneof("kind")
         if kind == "step_output":

@@ -41,7 +41,7 @@ class SessionOwner(Protocol):
     def join(self, hello: pb.Hello) -> None:
         """Begin a session with a worker that was accepted."""
 
-    def take(self, event: pb.Event) -> None:
+    def on_event(self, event: pb.Event) -> None:
         """Handle one event of the session."""
 
     def lose(self, reason: str) -> None:
@@ -151,7 +151,7 @@ class WorkerSession:
             async with asyncio.timeout(None) as self._silence:
                 while (event := await call.read()) is not grpc.aio.EOF:
                     self._was_heard = True
-                    self._owner.take(event)
+                    self._owner.on_event(event)
         finally:
             self._silence = None
         return "it closed the session"

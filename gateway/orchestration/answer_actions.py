@@ -11,8 +11,8 @@ from gateway.request.request_state import RequestState
 def begin_answer(request: RequestContext, event: Occurrence[pb.Done]) -> None:
     """Add the first tokens to the answer, and begin to decode. Raises Diverged and InvalidRequest."""
     done, attempt, answer = event.payload, request.attempt, request.answer
-    request.leave_line()
-    request.place.note_running()
+    request.leave_queue()
+    request.queue_place.note_running()
     for leg in (attempt.decode, attempt.prefill):
         if leg is not None:
             leg.num_prefill_tokens = 0
@@ -31,7 +31,7 @@ def begin_answer(request: RequestContext, event: Occurrence[pb.Done]) -> None:
     request.specs.forget_spans()
 
 
-def take_tokens(request: RequestContext, event: Occurrence[Tokens]) -> None:
+def add_tokens(request: RequestContext, event: Occurrence[Tokens]) -> None:
     """Add tokens to the answer. Raises Diverged and InvalidRequest."""
     tokens = event.payload
     request.attempt.has_stepped = True

@@ -19,7 +19,7 @@ from gateway.orchestration.transitions import TABLE
 from gateway.request.request_state import RequestState
 
 _NOT_ITS_PROMPT = "it answers a prompt that another worker reads"
-_IN_LINE = (RequestState.AWAITING_CREDIT, RequestState.AWAITING_PREFILL)
+_QUEUED = (RequestState.AWAITING_CREDIT, RequestState.AWAITING_PREFILL)
 
 
 class ForbiddenTransition(Exception):
@@ -46,7 +46,7 @@ class RequestMachine:
             timeout = TIMEOUTS[self.state]
             until = min(timeout.due(request, self._entered_at), request.deadline)
             await request.mailbox.wait(min(until, request.answer.due_at))
-            entry = request.mailbox.take()
+            entry = request.mailbox.pop()
             if now() >= request.deadline:
                 self.happen(RequestEvent.DEADLINE)
                 break
@@ -108,13 +108,13 @@ class RequestMachine:
 
         A request leaves its queue before it writes, since a client that does not read would hold up the requests behind
         it; afterwards it asks for a worker again."""
-        place, answer = self.request.place, self.request.answer
+        place, answer = self.request.queue_place, self.request.answer
         steps_out = place.is_in_line and answer.has_due
         if steps_out:
             place.leave(served=False)
         self.request.mailbox.timer.arm()
         await answer.flush()
-        if steps_out and self.state in _IN_LINE:
+        if steps_out and self.state in _QUEUED:
             self.happen(RequestEvent.CAPACITY)
 
     def _enter(self, state: RequestState) -> None:
@@ -143,7 +143,7 @@ class RequestMachine:
         elif request.queues.credit.is_open_to(request.record.tenant):
             self.happen(RequestEvent.CAPACITY)
         else:
-            request.place.join(request.queues.credit)
+            request.queue_place.join(request.queues.credit)
 
     def _receive_all(self, entry: tuple[WorkerLeg | None, object] | None) -> None:
         """Handle `entry` of the mailbox, unless it is None, and then every entry behind it."""
@@ -152,7 +152,7 @@ class RequestMachine:
             self._receive(*entry)
             if request.answer.is_finished and self.state is RequestState.DECODING:
                 self.happen(RequestEvent.FINISHED)  # before the Ended that may be the next entry
-            entry = request.mailbox.take()
+            entry = request.mailbox.pop()
 
     def _receive(self, leg: WorkerLeg | None, message: object) -> None:
         request, attempt = self.request, self.request.attempt

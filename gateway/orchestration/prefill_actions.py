@@ -24,13 +24,13 @@ def begin_prefill(request: RequestContext, event: Occurrence[pb.Granted]) -> Req
     attempt, record = request.attempt, request.record
     attempt.num_granted_tokens = min(event.payload.num_cached_tokens, len(attempt.spec.token_ids))
     record.stamps.granted = record.stamps.granted or now()
-    request.leave_line()
+    request.leave_queue()
     if attempt.has_lost_decode_worker:  # Lost is next
         return RequestState.AWAITING_PREFILL
     if _is_rest_short(request):
         attempt.prefill_link = None
     if attempt.prefill_link is not None and not request.queues.prefill.is_open_to(record.tenant):
-        request.place.join(request.queues.prefill)
+        request.queue_place.join(request.queues.prefill)
         return RequestState.AWAITING_PREFILL
     return ask_for_prefill(request, event)
 
@@ -49,11 +49,11 @@ def ask_for_prefill(request: RequestContext, event: Occurrence[object]) -> Reque
             attempt.prefill_link = router.prefill_for(attempt.decode.link)
         except NoWorker as error:
             drop_decode(request)
-            request.place.leave(served=False)
+            request.queue_place.leave(served=False)
             return queue_for_worker(request, error)
     attempt.load.count_prefill(attempt.prefill_link or attempt.decode.link, request.record.decision.prefill_s)
     if attempt.prefill_link is None:
-        request.leave_line()
+        request.leave_queue()
         is_retry = request.record.num_attempts > 1  # other workers may hold the prefix that the lost worker held
         holder = router.prefix_holder_for(attempt.decode.link) if is_retry else None
         on_offer = partial(router.note_fetch_started, holder, attempt.decode.link, attempt.chosen_at)
@@ -80,16 +80,16 @@ def queue_for_prefill(request: RequestContext, event: Occurrence[pb.Refused]) ->
         return None
     router.forget_refusals()
     if refused.reason in AWAITS_ADAPTER:
-        request.place.join_for_worker(request.queues.prefill_start)
+        request.queue_place.join_for_worker(request.queues.prefill_start)
     else:
-        request.place.join(request.queues.prefill)
+        request.queue_place.join(request.queues.prefill)
     return None
 
 
 def fetch(request: RequestContext, event: Occurrence[pb.Accepted]) -> None:
     """Have the decode worker pull the KV while the prefill worker reads the prompt."""
-    request.leave_line()
-    request.place.note_running()
+    request.leave_queue()
+    request.queue_place.note_running()
     attempt = request.attempt
     request.router.note_fetch_started(attempt.kv_source, attempt.decode.link, attempt.chosen_at)
     attempt.fetch(event.payload)

@@ -23,7 +23,7 @@ def try_again(request: RequestContext, event: Occurrence[Any]) -> RequestState:
     request.failures.judge(event, attempt)
     if is_draining(event.payload) and attempt.is_decoding and len(choices) == 1:
         request.router.note_holder(attempt.decode.worker_id, len(choices[0].token_ids))
-    request.place.leave(served=False)
+    request.queue_place.leave(served=False)
     attempt.close()
     request.begin_attempt()
     return ask_for_credit(request, event)
@@ -85,7 +85,7 @@ def drop_reattach_leg(request: RequestContext, event: Occurrence[WorkerLeg]) -> 
 
 def resume_decoding(request: RequestContext, event: Occurrence[WorkerLeg]) -> None:
     """Continue the answer from the sequence that was found on a worker."""
-    request.attempt.resume(request.reattach.take(event.payload))
+    request.attempt.resume(request.reattach.settle_on(event.payload))
     request.reattach = request.lost = None
     request.record.note_attached()
 
@@ -99,7 +99,7 @@ def start_over(request: RequestContext, event: Occurrence[Any]) -> RequestState:
     request.attempt.spec = None
     if request.queues.credit.is_open_to(request.record.tenant):
         return ask_for_credit(request, event)
-    request.place.join(request.queues.credit)
+    request.queue_place.join(request.queues.credit)
     return RequestState.AWAITING_CREDIT
 
 

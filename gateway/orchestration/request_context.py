@@ -34,7 +34,8 @@ class PreparedRequest(NamedTuple):
 
 class RequestContext:
     """The parts of one request: `router` finds workers, `attempt` has the legs on them, `reattach` looks for a lost
-    sequence, `failures` decides on retries within `limits`, `place` waits in a queue, and `answer` goes to the client.
+    sequence, `failures` decides on retries within `limits`, `queue_place` waits in a queue, and `answer` goes to the
+    client.
 
     The state of the request is kept by RequestMachine."""
 
@@ -45,7 +46,7 @@ class RequestContext:
         "deadline",
         "is_resumed",
         "mailbox",
-        "place",
+        "queue_place",
         "router",
         "limits",
         "failures",
@@ -69,7 +70,7 @@ class RequestContext:
         self.queues, self.answer, self.record = queues, answer, record
         self.deadline, self.is_resumed = prepared.deadline, prepared.is_resumed
         self.mailbox = Mailbox()
-        self.place = QueuePlace(record.queued, self.post_capacity, max_queue_wait_s)
+        self.queue_place = QueuePlace(record.queued, self.post_capacity, max_queue_wait_s)
         self.router = RequestRouter(router, prepared.matches, record, answer)
         self.limits = FailureLimits(throttle, prepared.prompt_digest)
         self.failures = RequestFailures(self.limits, self.router, answer, record)
@@ -96,9 +97,9 @@ class RequestContext:
             attempt.fingerprint = attempt.spec.fingerprint
         attempt.spec.budget_ms = budget_ms(self.deadline)
 
-    def leave_line(self) -> None:
+    def leave_queue(self) -> None:
         """Leave the queue in which the request waits, if any, since a worker takes the request."""
-        self.place.leave(served=True)
+        self.queue_place.leave(served=True)
 
     def post_capacity(self) -> None:
         """Post CAPACITY to the mailbox, unless it is there already."""
@@ -117,7 +118,7 @@ class RequestContext:
 
     def release(self) -> None:
         """Leave the queue and close all legs. Idempotent."""
-        self.place.leave(served=False)
+        self.queue_place.leave(served=False)
         self.attempt.close()
         if self.reattach is not None:
             self.reattach.close()
@@ -125,7 +126,7 @@ class RequestContext:
     def close(self) -> None:
         """Release everything; no event can reach the request afterwards. Idempotent."""
         self.release()
-        self.place.close()
+        self.queue_place.close()
         self.mailbox.close()
         self.reattach = None
 

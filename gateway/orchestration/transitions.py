@@ -14,7 +14,7 @@ may still have the sequence.
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from gateway.orchestration.answer_actions import begin_answer, expect_report, take_tokens
+from gateway.orchestration.answer_actions import add_tokens, begin_answer, expect_report
 from gateway.orchestration.credit_actions import ask_for_credit, queue_for_credit
 from gateway.orchestration.ending_actions import (
     end_answered,
@@ -114,7 +114,7 @@ def _table() -> dict[tuple[RequestState, RequestEvent], RequestTransition]:
         (s.ATTACHING, e.DECODE_FAILED): wait,
         (s.ATTACHING, e.DECODE_LOST): wait,
         (s.ATTACHING, e.SILENCE): to(start_over, s.ADMITTING, s.AWAITING_CREDIT, s.ENDED),
-        (s.DECODING, e.TOKENS): to(take_tokens, s.DECODING, s.ENDED),
+        (s.DECODING, e.TOKENS): to(add_tokens, s.DECODING, s.ENDED),
         # All that the prefill worker still does is to give up its lease; if the KV does not arrive, the fetch fails.
         (s.DECODING, e.FINISHED): to(expect_report, s.ENDING, s.ENDED),
         (s.ENDING, e.DECODE_ENDED): to(end_answered, s.ENDED),

@@ -77,7 +77,7 @@ def test_after_a_rest_nothing_waits(clock):
 
 async def _next(mailbox: Mailbox, until: float) -> tuple | None:
     await mailbox.wait(until)
-    return mailbox.take()
+    return mailbox.pop()
 
 
 async def test_what_waits_goes_on_without_another_step():
@@ -89,7 +89,7 @@ async def test_what_waits_goes_on_without_another_step():
     await asyncio.sleep(0)
     assert not reading.done()
     assert await reading == (leg, Tokens(0, 5, [7], [], 0))
-    assert mailbox.take() is None
+    assert mailbox.pop() is None
     mailbox.close()
 
 
@@ -102,7 +102,7 @@ def test_rows_that_go_on_are_read_as_one():
     mailbox.add(other, 1, 9, [3], [], LENGTH)
     mailbox.add(other, 1, 10, [4], [], 0)  # behind an end
     read = []
-    while (entry := mailbox.take()) is not None:
+    while (entry := mailbox.pop()) is not None:
         read.append(entry)
     assert read == [
         (leg, Tokens(0, 5, [7, 8, 9], ["a", "b", "c"], 0)),
@@ -120,7 +120,7 @@ async def test_a_wait_ends_when_it_should_whatever_the_one_before():
         waiting = asyncio.create_task(_next(mailbox, token_batching.now() + first_s))
         await asyncio.sleep(0)
         mailbox.post(None, "read")
-        assert await waiting == (None, "read") and mailbox.take() is None
+        assert await waiting == (None, "read") and mailbox.pop() is None
         until = token_batching.now() + second_s
         assert await _next(mailbox, until) is None and token_batching.now() >= until
     mailbox.close()
@@ -141,5 +141,5 @@ async def test_one_that_cannot_be_written_holds_up_no_other():
         batching.send([Broken(), box])
         async with asyncio.timeout(patience(10)):
             await box.wait(time.monotonic() + patience(20))
-        assert box.take() is not None and box.take() is None
+        assert box.pop() is not None and box.pop() is None
     assert [str(error) for error in told] == ["broken"] * 2

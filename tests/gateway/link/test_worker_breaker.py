@@ -255,14 +255,14 @@ def test_two_failures_in_a_row_open_a_proven_one_and_one_a_new_one():
     assert breaker.note_failure(10.0) and breaker.state is BreakerState.OPEN and breaker.retry_at == 11.0
     assert not breaker.note_failure(10.5)  # of what had been asked before
     assert not breaker.note_work(9.0) and breaker.state is BreakerState.OPEN  # so had this
-    assert not breaker.takes(10.9, 0, True) and breaker.takes(11.0, 0, True) and not breaker.takes(11.0, 1, True)
+    assert not breaker.allows(10.9, 0, True) and breaker.allows(11.0, 0, True) and not breaker.allows(11.0, 1, True)
     assert breaker.note_work(11.5) and breaker.state is BreakerState.CLOSED
     assert breaker.note_failure(12.0) and breaker.retry_at == 14.0  # a first token, and then rubbish
     assert breaker.note_work(14.5)
     breaker.note_success(14.5)
     assert not breaker.note_failure(15.0) and not breaker.note_work(15.1)
     breaker.note_success(15.1)
-    assert not breaker.note_failure(16.0) and breaker.takes(16.0, 99, True)
+    assert not breaker.note_failure(16.0) and breaker.allows(16.0, 99, True)
     assert breaker.note_failure(17.0) and breaker.retry_at == 18.0
 
 
@@ -282,6 +282,6 @@ def test_it_is_never_shut_for_good(steps):
     for kind, passed_s, age_s in steps:
         at += passed_s
         breaker.note_work(at - age_s) if kind == "work" else breaker.note_failure(at)
-    assert breaker.takes(at + 60.0, 0, True)
+    assert breaker.allows(at + 60.0, 0, True)
     breaker.note_work(at + 60.0)
-    assert breaker.state is BreakerState.CLOSED and breaker.takes(at + 60.0, 99, True)
+    assert breaker.state is BreakerState.CLOSED and breaker.allows(at + 60.0, 99, True)

@@ -113,4 +113,4 @@ def test_a_closed_mailbox_keeps_no_event():
     mailbox = Mailbox()
     mailbox.post(None, "an event")
     mailbox.close()
-    assert mailbox.take() is None
+    assert mailbox.pop() is None

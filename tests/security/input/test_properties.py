@@ -184,12 +184,12 @@ def test_a_worker_that_lies_ends_its_session_at_most(body, kind):
         mailbox, key = Mailbox(), worker_pb2.Key(request_id="of another", attempt=7)
         leg = link.open(("of another", 7), mailbox)
         try:
-            link.take(event)
+            link.on_event(event)
         except (IndexError, ValueError):
             pass
-        assert mailbox.take() is None
+        assert mailbox.pop() is None
         granted = worker_pb2.Granted(key=key, num_cached_tokens=64)
-        link.take(worker_pb2.Event(granted=granted))
-        assert mailbox.take() == (leg, granted)
+        link.on_event(worker_pb2.Event(granted=granted))
+        assert mailbox.pop() == (leg, granted)
 
     asyncio.run(main())
