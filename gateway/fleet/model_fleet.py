@@ -1,6 +1,7 @@
 """The workers of one model: which of them serve, which model they serve, and what requests are checked against."""
 
 import asyncio
+import contextlib
 import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -23,7 +24,7 @@ from gateway.routing.latency_model import PaceEstimator
 from gateway.routing.routing import RoutingRequest, can_decode, needs
 from kvtransfer.naming import ModelIdentity
 
-_POLL_S = 0.05
+_LOOK_S = 0.25  # between two looks whether a worker may still come, which may lapse without an event
 _FEATURE_FIELDS = {CONSTRAINTS: "constraint", PROMPT_LOGPROBS: "sampling.prompt_logprobs"}  # that need a feature
 
 log = logging.getLogger(__name__)
@@ -65,6 +66,7 @@ class ModelFleet:
         self._slo_classes, self._adapter_tenants = slo_classes, adapter_tenants
         self._secret = secret
         self._joined: dict[WorkerLink, None] = {}  # in the order in which they joined
+        self._has_joined = asyncio.Event()  # set by a worker that joins
         self._configured_identity = b""  # of a worker whose address is in the settings
         self._model: tuple[int, ServedModel] | None = None  # (num_changes of the candidates, what is served)
         self._adapters: dict[str, bytes] = {}  # identity by name
@@ -97,7 +99,10 @@ class ModelFleet:
         most_s = self._settings.max_start_wait_s
         until = min(deadline, now() + most_s)
         while self.identity is None and now() < until and any(link.may_come(most_s) for link in self._all_links()):
-            await asyncio.sleep(_POLL_S)
+            self._has_joined.clear()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(min(_LOOK_S, until - now())):
+                    await self._has_joined.wait()
         self.known_identity()
 
     @property
@@ -177,6 +182,7 @@ class ModelFleet:
     def join(self, link: WorkerLink) -> None:
         """Add a worker whose session has begun."""
         self._joined[link] = None
+        self._has_joined.set()
         if (hello := link.hello) is not None:
             known = self._model_context if hello.model_identity == self.last_identity else self.folder.context
             self._model_context = max(known, hello.limits.model_context)

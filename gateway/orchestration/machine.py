@@ -4,6 +4,8 @@ If no event comes in time, timeouts.py says what follows. The machine has no tas
 all speak through one mailbox, so cancelling the caller cancels everything, and `close()` closes every leg.
 """
 
+import asyncio
+
 from google.rpc import code_pb2
 
 from baton.service.clock import now
@@ -29,7 +31,7 @@ class ForbiddenTransition(Exception):
 class RequestMachine:
     """Drive one request. `state` is set here alone, and only to states that the table lists."""
 
-    __slots__ = ("request", "state", "error", "is_superseded", "_entered_at")
+    __slots__ = ("request", "state", "error", "is_superseded", "_entered_at", "_on_gone")
 
     def __init__(self, request: RequestContext):
         self.request = request
@@ -37,6 +39,7 @@ class RequestMachine:
         self.error: BatonError | None = None  # the error that ended the request
         self.is_superseded = False  # the client continues the request in another stream
         self._entered_at = now()  # when the state was entered, or its wait began again
+        self._on_gone: asyncio.Event | None = None  # made when somebody waits for it
 
     async def run(self) -> None:
         """Serve the request to its end; the caller sends the answer's last message. Raises BatonError."""
@@ -72,14 +75,21 @@ class RequestMachine:
         """End the request by CANCEL or GRACE_OVER as soon as it is not busy writing to its client."""
         self.request.mailbox.post(None, event)
 
-    def supersede(self) -> None:
-        """End the request because its client continues it in another stream.
+    def supersede(self) -> asyncio.Event:
+        """End the request because its client continues it in another stream; return the event that it is gone.
 
         The client may not read this stream any more, so a write to it is interrupted: it could last until the
         deadline."""
         self.is_superseded = True
         self.give_up(RequestEvent.CANCEL)
         self.request.mailbox.timer.interrupt()
+        self._on_gone = self._on_gone or asyncio.Event()
+        return self._on_gone
+
+    def note_gone(self) -> None:
+        """Tell who superseded the request that its id is free."""
+        if self._on_gone is not None:
+            self._on_gone.set()
 
     def happen(self, kind: RequestEvent, payload: object = None) -> None:
         """Take one event through the table. Raises ForbiddenTransition."""

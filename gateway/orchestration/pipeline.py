@@ -1,9 +1,9 @@
 """The path of one request: validated message -> tokens -> span hashes -> index -> workers -> answer."""
 
 import asyncio
+import contextlib
 import itertools
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 from baton.protocol import CONSTRAINTS, PROMPT_LOGPROBS, adapter_feature
@@ -35,7 +35,7 @@ from gateway.routing.routing import RoutingRequest
 from gateway.text.text_work import TextWork
 
 _UNREAD_S = 0.1  # how long after the deadline a write is ended; every other wait ends at the deadline by itself
-_SUPERSEDE_S, _POLL_S = 1.0, 0.005
+_SUPERSEDE_S = 1.0  # the longest wait for the end of a superseded stream
 _LOOP_TURNS = 3  # turns of the event loop that a write takes if the client reads without delay
 _OUTPUT_SHARE = 0.02  # weight of one answer in the moving mean of all answers' lengths
 _NO_FEATURES: frozenset[str] = frozenset()
@@ -75,6 +75,7 @@ class Pipeline:
         if validated.resume_from:
             await self._supersede(key_id)
         self.check_free(validated)
+        machine: RequestMachine | None = None
         reservation = self.admission.enter(key_id, record.tenant, validated.num_choices, model.name)
         try:
             # A function of its own, so that its local variables are freed: this frame's live as long as the stream.
@@ -102,6 +103,8 @@ class Pipeline:
             # A prompt that brought no token costs the tenant nothing.
             num_used = record.num_output_tokens and record.num_prompt_tokens + record.num_output_tokens
             self.admission.leave(key_id, reservation, max(0, num_used - record.num_paid_tokens))
+            if machine is not None:
+                machine.note_gone()
 
     def check_free(self, validated: ValidatedRequest) -> None:
         """Raise AlreadyExists if another request of the tenant has the same id."""
@@ -113,10 +116,10 @@ class Pipeline:
 
         The client has lost that stream, but this gateway may not have noticed yet."""
         if (earlier := self.running.get(key_id)) is not None:
-            earlier.supersede()
-            until = now() + _SUPERSEDE_S
-            while key_id in self.admission.key_ids and now() < until:
-                await asyncio.sleep(_POLL_S)
+            gone = earlier.supersede()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_SUPERSEDE_S):
+                    await gone.wait()
 
     async def _prepare(
         self,
@@ -246,7 +249,7 @@ class Pipeline:
         with self._counted(tenant, model, len(token_ids)):
             return await self.text.decode(token_ids, tenant, deadline)
 
-    @contextmanager
+    @contextlib.contextmanager
     def _counted(self, tenant: str, model: ServedModel, num_tokens: int) -> Iterator[Reservation]:
         """Admit a call that no worker sees as a request, and charge it. Raises Overloaded.
 
