@@ -15,7 +15,7 @@ class Owner:
 
     hello = None
 
-    def refusal(self, hello: pb.Hello) -> None:
+    def accept_hello(self, hello: pb.Hello) -> None:
         return None
 
     def join(self, hello: pb.Hello) -> None:
