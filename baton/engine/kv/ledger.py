@@ -1,4 +1,4 @@
-"""The holder of each block of the pool. Every block is counted once, under its strongest holder:
+"""Count the holders of each block of the pool. Every block counts once, under its strongest holder:
 
     quarantined  >  fetching  >  leased  >  running  >  cached  >  free
     a cancelled     bytes land   a taker    sequences   the        none
@@ -9,18 +9,19 @@
     quarantined + fetching + leased + running + cached + free == num_ids               always
     reserved (promised, not yet taken) <= cached + free                                always
 
-There are as many ids as blocks, but for models of which some layers have a window: their blocks give a part back
-(window_parts.py), so that more have places than there is memory for whole ones, in which promises and what is available
-are counted.
+There are as many block ids as whole blocks, except when only some layers have a window. Then skipped blocks give up a
+part (window_parts.py), and there are more ids than memory for whole blocks; promises and available blocks are counted
+in whole blocks.
 
                allocate                  seal                    release
         free ───────────► running ───────────────► running+cached ───────► cached ──► free (evicted, oldest first)
           └─────────────► fetching ── verified ──►    ▲
                              └── cancelled ──► quarantined ── settled ──► free
 
-A block may have many holders at once: several sequences, a lease, the cache. Each takes with `allocate` or `share` and
-gives back with `release`. The step gate: what a step may write is held `running` or `leased` by a sequence of the loop,
-and only the loop gives those back, between steps; so a block that a launched step may touch is never free for a fetch.
+A block may have many holders: several sequences, a lease, the cache. Each becomes one with `allocate` or `share` and
+ceases to be one with `release`. The step gate: a block that a step may write is held `running` or `leased` by a
+sequence of the loop, and only the loop releases it, between steps. So a block that a launched step may touch is never
+free for a fetch.
 """
 
 import threading
@@ -37,6 +38,8 @@ from kvtransfer.naming import SPAN_TOKENS
 
 
 class Holder(IntEnum):
+    """Who holds a block; a higher value is a stronger holder."""
+
     FREE = 0
     CACHED = 1
     RUNNING = 2
@@ -54,21 +57,26 @@ _COUNT_MASK = (1 << _BITS) - 1
 
 
 class LedgerError(RuntimeError):
-    """A holder gave back what it does not hold: a bug, never a state of the world."""
+    """A holder released a block that it does not hold: always a bug."""
 
 
 class Ledger:
-    """Counts the blocks of one pool. Thread-safe: every method takes `lock` (re-entrant), which callers also take to
-    make several calls one. No call does more than a microsecond or so of work per block it names, where no pages go
-    back."""
+    """Counts the holders of one pool's blocks. Thread-safe: every method takes the re-entrant `lock`.
+
+    Callers take `lock` too, to make several calls one. A call takes about a microsecond for each block that it names,
+    more if it gives pages back.
+    """
 
     def __init__(
         self, num_blocks: int, block_size: int, num_states: int = 0, window: Window = ALL, lock: Any = None,
         parts: WindowParts | None = None,
     ):  # fmt: skip
-        """`num_states`: blocks that hold what state-space layers keep of a sequence, in a ledger of their own behind
-        the same lock. In its cache a name is that of the span behind which the state stood: a checkpoint. `parts`:
-        where some layers have a `window` and others see all."""
+        """Make a ledger of free blocks.
+
+        `num_states`: blocks for the recurrent states of sequences, in a ledger of their own under the same lock. In its
+        cache a checkpoint is named by the span after which the state stood. `parts`: given when only some layers have a
+        `window`.
+        """
         self.lock = lock or threading.RLock()
         self.states = Ledger(num_states, SPAN_TOKENS, lock=self.lock) if num_states else None
         self.num_blocks, self.window, self.parts = num_blocks, window, parts
@@ -84,12 +92,12 @@ class Ledger:
 
     @property
     def num_available(self) -> int:
-        """Return the blocks that may still be promised or taken: free or only cached, less those reserved."""
+        """The blocks that may still be promised or allocated: free or only cached, less those reserved."""
         return self.num_left - self._reserved
 
     @property
     def num_left(self) -> int:
-        """Return the blocks that are free or only cached; of whole ones, as many as there is memory for."""
+        """The blocks that are free or only cached, in whole blocks that there is memory for."""
         num_idle = self._counts[Holder.FREE] + self._counts[Holder.CACHED]
         return num_idle if self.parts is None else self._bytes_left // self.window.block_bytes
 
@@ -104,12 +112,12 @@ class Ledger:
         return self._reserved
 
     def counts(self) -> dict[str, int]:
-        """Blocks by strongest holder, strongest first."""
+        """Return the number of blocks by strongest holder, strongest first."""
         with self.lock:
             return {holder.name.lower(): self._counts[holder] for holder in reversed(Holder)}
 
     def usage(self) -> dict[str, int]:
-        """`counts` in whole blocks, as many as there is memory for: of what has left a window what stays counts."""
+        """Return `counts` in whole blocks that there is memory for; a skipped block counts by what stays of it."""
         with self.lock:
             found = self.counts()
             if self.parts is None:
@@ -118,24 +126,26 @@ class Ledger:
             num_cached = self.parts.bytes_of(found["cached"], num_parts) // self.window.block_bytes
             found["cached"] = min(num_cached, self.num_left)
             found["free"] = self.num_left - found["cached"]
-            found["running"] = 0  # all others are whole
+            found["running"] = 0  # leased, fetching and quarantined blocks are whole
             found["running"] = self.num_blocks - sum(found.values())
             return found
 
     def generation(self, block_id: int) -> int:
+        """Return how often the block was allocated: readers of an older generation are stale."""
         return self._generations[block_id]
 
     def refs(self, block_ids: Iterable[int]) -> tuple[BlockRef, ...]:
+        """Return the blocks with their present generations."""
         return tuple(BlockRef(block_id, self._generations[block_id]) for block_id in block_ids)
 
     def num_idle(self, block_ids: Iterable[int]) -> int:
-        """Return how many of these only the cache holds: sharing them takes as many from `num_available`."""
+        """Return how many of these only the cache holds; sharing them lowers `num_available` by as many."""
         return sum(self._holders[block_id] == _WEIGHT[Holder.CACHED] for block_id in block_ids)
 
     # ---- promises ----
 
     def reserve(self, num: int) -> bool:
-        """Promises `num` blocks, not yet which. False when they are not there."""
+        """Promise `num` blocks without choosing them. Returns False if fewer are available."""
         with self.lock:
             if num > self.num_available:
                 return False
@@ -143,7 +153,7 @@ class Ledger:
             return True
 
     def unreserve(self, num: int) -> None:
-        """Take back a promise of `num` blocks. Raises LedgerError where fewer were promised."""
+        """Take back a promise of `num` blocks. Raises LedgerError if fewer are promised."""
         with self.lock:
             if not 0 <= num <= self._reserved:
                 raise LedgerError(f"unreserve {num} of {self._reserved} reserved blocks")
@@ -152,8 +162,11 @@ class Ledger:
     # ---- blocks ----
 
     def allocate(self, num: int, holder: Holder, reserved: int = 0) -> list[int] | None:
-        """Takes `num` blocks for `holder`, `reserved` (<= num) of them out of an earlier promise: free ones first, then
-        the oldest of the cache. None when they are not there. Each block's generation is bumped."""
+        """Allocate `num` blocks to `holder`, `reserved` (<= num) of them from an earlier promise; None if too few are
+        available.
+
+        Free blocks are taken first, then the least recently used of the cache. Increments each block's generation.
+        """
         with self.lock:
             if num - reserved > self.num_available:
                 return None
@@ -170,8 +183,11 @@ class Ledger:
             return block_ids
 
     def share(self, block_ids: Sequence[int], holder: Holder, num_outside: int = 0) -> bool:
-        """Add a holder to blocks that have one; of the first `num_outside` it sees no part. Returns False when they are
-        cached only and all of those are promised. Raises LedgerError for a free block."""
+        """Add a holder to blocks that have one. The holder does not use the parts of the first `num_outside` blocks.
+
+        Returns False if only the cache holds them and all such blocks are promised. Raises LedgerError for a free
+        block.
+        """
         with self.lock:
             if not self._may_share(block_ids, num_outside):
                 return False
@@ -186,7 +202,7 @@ class Ledger:
             return True
 
     def leave(self, block_ids: Sequence[int], holder: Holder) -> None:
-        """One holder sees these blocks no more: they are released, or their parts alone."""
+        """Release blocks that are outside a holder's window, or only their parts if skipped blocks stay."""
         with self.lock:
             if self.parts is None:
                 self.release(block_ids, holder)
@@ -194,8 +210,11 @@ class Ledger:
                 self.parts.leave(block_ids, self.cache.now())
 
     def release(self, block_ids: Sequence[int], holder: Holder, num_outside: int = 0) -> None:
-        """One holder less, the last block first: of a chain its end is evicted first. Of the first `num_outside` it has
-        left the part before."""
+        """Remove a holder from blocks that it holds, in reverse order, so that the end of a chain is evicted first.
+
+        The parts of the first `num_outside` blocks were released before. Raises LedgerError for a block that it does
+        not hold.
+        """
         with self.lock:
             if self.parts is not None:
                 self.parts.leave(block_ids[num_outside:], self.cache.now())
@@ -204,6 +223,7 @@ class Ledger:
                 self._add(block_id, -_WEIGHT[holder])
 
     def move(self, block_ids: Sequence[int], source: Holder, target: Holder) -> None:
+        """Replace one holder of these blocks by another. Raises LedgerError for a block that `source` does not hold."""
         with self.lock:
             step = _WEIGHT[target] - _WEIGHT[source]
             for block_id in block_ids:
@@ -213,9 +233,11 @@ class Ledger:
     # ---- prefix cache ----
 
     def find(self, span_hashes: Sequence[bytes], num_tokens: int, whole: bool = False) -> list[int]:
-        """Blocks of the longest cached prefix, at most `num_tokens` - 1 tokens; where sequences have a state, that has
-        a checkpoint too. What lies outside the window of the next token need not be cached, unless it is to be `whole`:
-        the first block inside stands in its places. No holder is taken."""
+        """Return the blocks of the longest cached prefix, at most `num_tokens` - 1 tokens, without becoming a holder.
+
+        If sequences have a state, the prefix also has a checkpoint. Unless `whole`, blocks outside the window of the
+        next token need not be cached; the first block inside fills their places.
+        """
         with self.lock:
             if self.parts is not None:
                 found = self.cache.find(span_hashes, num_tokens)
@@ -229,7 +251,7 @@ class Ledger:
             return []
 
     def checkpoint(self, span_hashes: Sequence[bytes], num_tokens: int) -> int | None:
-        """Return the state block that is cached for the prefix of so many tokens, whole spans. No holder is taken."""
+        """Return the cached state block after the first `num_tokens` tokens (whole spans), or None. Adds no holder."""
         if self.states is None or not num_tokens:
             return None
         with self.lock:
@@ -237,9 +259,11 @@ class Ledger:
             return found[0] if found else None
 
     def seal(self, spans: tuple[bytes, ...], block_ids: tuple[int, ...]) -> bool:
-        """Name the blocks of one unit, whose last write has passed and whose bytes are verified. Returns False when the
-        name is taken: these blocks then stay private, unless they have parts which those lack. Raises LedgerError for
-        blocks without a holder."""
+        """Name the blocks of one unit in the cache, once they are written and verified.
+
+        Returns False if the name is taken: then these blocks stay private, unless they have parts which the named ones
+        lack. Raises LedgerError for blocks without a holder.
+        """
         with self.lock:
             if any(self._holders[block_id] < _WEIGHT[Holder.RUNNING] for block_id in block_ids):
                 raise LedgerError(f"seal of blocks {block_ids} that have no holder")
@@ -252,17 +276,19 @@ class Ledger:
             return True
 
     def block_events(self) -> tuple[list[bytes], list[bytes]]:
+        """Return the span hashes (sealed, evicted) since the last call."""
         with self.lock:
             return self.cache.drain_events()
 
     def snapshot(self) -> list[bytes]:
+        """Return all cached span hashes."""
         with self.lock:
             return self.cache.snapshot()
 
     # ---- integrity ----
 
     def check_integrity(self) -> None:
-        """Raises AssertionError unless counts, words, free list, cache and promises agree."""
+        """Raise AssertionError unless counts, holders, free list, cache and promises agree."""
         with self.lock:
             counts = [0] * len(Holder)
             for word in self._holders:
@@ -284,8 +310,8 @@ class Ledger:
     def check_holders(
         self, holdings: Iterable[tuple[Holder, Sequence[int]]], seen: Iterable[Sequence[int]] = ()
     ) -> None:
-        """Raises AssertionError unless the holders named are exactly those counted (the cache aside), and so are those
-        that see parts."""
+        """Raise AssertionError unless the holders counted (without the cache) and the users of parts are exactly
+        these."""
         with self.lock:
             if self.parts is not None:
                 self.parts.check_seen(seen)
@@ -300,8 +326,10 @@ class Ledger:
     # ---- room ----
 
     def _make_room(self, num: int) -> None:
-        """Evict from the cache until `num` blocks are free, and there is memory for all of each: pages of other free
-        ones go first, then what was used longest ago, of parts as of units."""
+        """Evict from the cache until `num` blocks are free and there is memory to make them whole.
+
+        Pages of other free blocks go first, then the least recently used parts and units.
+        """
         while len(self._free) < num:
             self._unname(self.cache.evict())
         if self.parts is None:
@@ -321,13 +349,14 @@ class Ledger:
         return num_bytes <= self._bytes_left - self._reserved * self.window.block_bytes
 
     def _is_better(self, name: bytes, block_ids: Sequence[int]) -> bool:
-        """Return whether these should have a name that is taken, since of their parts none went back."""
+        """Return whether these blocks should take over a name: all their parts are present, and the named ones lack
+        some."""
         if self.parts is None or not (cached := self.cache.get(name)) or self.cache.has_blocks(block_ids):
             return False
         return self.parts.are_there(block_ids) and not self.parts.are_there(cached)
 
     def _unname(self, block_ids: Sequence[int]) -> None:
-        """The cache has forgotten a unit."""
+        """Remove the cache as holder of a unit that it has forgotten."""
         for block_id in block_ids:
             self._add(block_id, -_WEIGHT[Holder.CACHED], evicted=True)
 
@@ -338,7 +367,7 @@ class Ledger:
             raise LedgerError(f"block {block_id} has no {holder.name.lower()} holder to give back")
 
     def _add(self, block_id: int, step: int, evicted: bool = False) -> None:
-        """Changes a block's holders and keeps counts, free list and the cache's idle blocks in step with it."""
+        """Add `step` to a block's holders, and update the counts, the free list and the cache's idle blocks."""
         old = self._holders[block_id]
         new = self._holders[block_id] = old + step
         before, after = bisect_right(_THRESHOLDS, old), bisect_right(_THRESHOLDS, new)

@@ -1,16 +1,16 @@
-"""A pool as the native kernels take it."""
+"""Describe a pool to the native kernels."""
 
 import ctypes
 
 from baton.engine.kv.pool import KVPool
 from kvtransfer.layout import KV_FORMS
 
-FORMS = {form: number for number, form in enumerate(KV_FORMS)}  # `Form` of native/kv.h
+FORMS = {form: number for number, form in enumerate(KV_FORMS)}  # the enum `Form` of native/kv.h
 HEAD_DIM_MULTIPLE = 16  # a vector
 
 
 class NativePool(ctypes.Structure):
-    """`Pool` of native/kv.h."""
+    """The struct `Pool` of native/kv.h."""
 
     _fields_ = [
         (name, ctypes.c_int64)
@@ -22,7 +22,7 @@ class NativePool(ctypes.Structure):
 
 
 def native_pool(pool: KVPool) -> NativePool:
-    """Holds an address: the pool must live as long as what is made of it."""
+    """Return a description that holds the pool's address: the pool must outlive it."""
     group = pool.group
     return NativePool(
         bytes=pool.bytes.data_ptr(),

@@ -1,5 +1,6 @@
-"""The pool: all KV of a worker as one piece of byte memory, [block][layer][k|v][kv_head][token][head_dim], and at the
-end of each block the scales of a quantized form, [layer][k|v][kv_head][token].
+"""Hold all KV of a worker in one piece of memory: [block][layer][k|v][kv_head][token][head_dim].
+
+Each block ends with the scales of a quantized form, [layer][k|v][kv_head][token].
 
 The memory may be a mapping that other processes see (a memfd); layers are strided views of it, never copies. A row (one
 token of one head of K or of V) is encoded when it is written and decoded when it is read; blocks are copied as bytes.
@@ -22,28 +23,31 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class KVPool:
-    """Paged KV of one model. Blocks are numbered [0, num_blocks); what is in them is the ledger's business.
+    """The paged KV of one model, in blocks [0, num_blocks). The ledger knows who holds which.
 
     `blocks`: the rows as they are stored, [num_blocks, layers, k|v, kv_heads, block_size, elements of a row];
-    `scales`: their scales as bytes, [num_blocks, layers, k|v, kv_heads, block_size, scale bytes of a row]. Of a latent
-    group the row of K is that of V.
+    `scales`: their scales as bytes, [num_blocks, layers, k|v, kv_heads, block_size, scale bytes of a row]. In a latent
+    group one row serves as K and V.
     """
 
     def __init__(
         self, layout: KVLayout, num_blocks: int, memory: memoryview | Any = None, device: torch.device = CPU,
         num_states: int = 0,
     ):  # fmt: skip
-        """`memory`: writable, at least layout.pool_bytes(num_blocks, num_states); on a GPU whatever has the CUDA array
-        interface. None allocates zeroed memory of its own."""
+        """Take writable memory of at least layout.pool_bytes(num_blocks, num_states), or allocate zeroed memory if
+        None.
+
+        On a GPU `memory` is any object with the CUDA array interface.
+        """
         group = layout.groups[0]
         if group.head_dim * KV_FORMS[group.form].bits % 8:
             raise ValueError(f"KV form {group.form} packs two elements into a byte: head_dim {group.head_dim} is odd")
         num_bytes = layout.pool_bytes(num_blocks, num_states)
         self.layout, self.group, self.num_blocks, self.device = layout, group, num_blocks, device
-        self.num_layers = layout.num_layers  # that have KV, those of other pools of the same blocks too
-        self._memory = memory  # held: on a GPU a tensor over it does not
+        self.num_layers = layout.num_layers  # with KV, in this pool and in other pools of the same blocks
+        self._memory = memory  # keeps it alive: on a GPU a tensor over it does not
         if memory is None:
-            room = PAGE if device == CPU else 0  # to begin with a page, as mappings do
+            room = PAGE if device == CPU else 0  # to begin on a page, as mappings do
             whole = torch.zeros(num_bytes + room, dtype=torch.uint8, device=device)
             whole = whole[-whole.data_ptr() % room if room else 0 :][:num_bytes]
         else:
@@ -59,14 +63,14 @@ class KVPool:
             self.states = StatePool(layout.state, whole[num_bytes - num_states * layout.state_bytes : num_bytes])
         kinds = group.num_kinds
         rows = (num_blocks, group.num_layers, kinds, group.num_kv_heads, group.block_size)
-        stored = torch.empty(num_blocks, 0, dtype=STORED[group.form])  # no layer has KV: blocks are names
+        stored = torch.empty(num_blocks, 0, dtype=STORED[group.form])  # no layer has KV: blocks are only ids
         if group.num_layers:
             stored = self.bytes[:, : group.head_bytes].view(STORED[group.form])
-        self.heads = range(group.num_kv_heads)  # that are written and read by way of this object
+        self.heads = range(group.num_kv_heads)  # that this object writes and reads
         self.blocks = stored.view(*rows, num_elements(group.form, group.head_dim))
         self.scales = self.bytes[:, group.head_bytes :].view(*rows, group.row_scale_bytes)
-        # A stored dtype that attention computes in is gathered cell by cell (one layer's K or V of one head in one
-        # block), a whole sequence by one index_select, and written by one index_copy_.
+        # If the stored dtype is one that attention computes in, a whole sequence is gathered cell by cell (one layer's
+        # K or V of one head in one block) by one index_select, and tokens are written by one index_copy_.
         self._is_plain = group.form in DTYPES
         if self._is_plain:
             self._cells = self.blocks.view(-1, group.block_size * group.head_dim)
@@ -77,25 +81,25 @@ class KVPool:
         self._slots = self._rows = torch.empty(0)
 
     def part(self, heads: range) -> "KVPool":
-        """Return the same memory for `write` and for native kernels, which write and read some heads of it."""
+        """Return a pool over the same memory of which `write` and native kernels use only these heads."""
         pool = copy.copy(self)
         pool.heads = heads
         pool._slots = pool._rows = torch.empty(0)
         return pool
 
     def layers_of_block(self, block_id: int, layers: range) -> Tensor:
-        """Return the bytes of some layers of a block, rows and then scales."""
+        """Return the bytes of some layers of a block: all rows, then all scales."""
         own = slice(layers.start, layers.stop)
         rows, scales = self.blocks[block_id, own], self.scales[block_id, own]
         return torch.cat((rows.contiguous().view(torch.uint8).flatten(), scales.flatten()))
 
     @property
     def layer_bytes(self) -> int:
-        """Return the bytes of a layer in `layers_of_block`."""
+        """The bytes of one layer in `layers_of_block`."""
         return self.group.block_bytes // self.group.num_layers
 
     def put_layers_of_block(self, block_id: int, first_layer: int, data: Tensor) -> None:
-        """Write what `layers_of_block` of another pool has returned of layers from `first_layer` on."""
+        """Write what `layers_of_block` of another pool returned, as the layers from `first_layer` on."""
         own = slice(first_layer, first_layer + len(data) // self.layer_bytes)
         rows, scales = self.blocks[block_id, own].view(torch.uint8), self.scales[block_id, own]
         rows.copy_(data[: rows.numel()].view(rows.shape))
@@ -103,7 +107,7 @@ class KVPool:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Return the dtype that rows are decoded to without loss."""
+        """The dtype to which rows are decoded without loss."""
         return self.blocks.dtype if self._is_plain else torch.float32
 
     @property
@@ -111,8 +115,10 @@ class KVPool:
         return self.group.block_size
 
     def write(self, layer: int, slots: Tensor, *kinds: Tensor) -> None:
-        """Store k and v, or of a latent group its row, [T, heads of this object, head_dim] at `slots` [T] (block_id *
-        block_size + offset)."""
+        """Store k and v, or the row of a latent group, at `slots`.
+
+        `kinds`: each [T, heads of this object, head_dim]. `slots`: [T], block_id * block_size + offset.
+        """
         stacked = torch.stack(kinds, dim=1)
         if not self._is_plain:
             self._encode(layer, slots, stacked)
@@ -130,7 +136,7 @@ class KVPool:
         self.scales[:, layer, :, own][block_ids, :, :, offsets] = scales
 
     def _token_rows(self, slots: Tensor) -> Tensor:
-        """Rows of layer 0 that the tokens at `slots` own, [T, k|v * heads]."""
+        """Return the rows of layer 0 that belong to the tokens at `slots`, [T, k|v * heads]."""
         size = self.block_size
         first = (slots // size) * (self._rows_per_layer * self.group.num_layers) + slots % size
         heads = torch.arange(self.group.num_kinds * self.group.num_kv_heads, device=self.device)
@@ -138,7 +144,8 @@ class KVPool:
         return first.unsqueeze(1) + own * size
 
     def gather(self, layer: int, block_ids: Tensor, num_tokens: int) -> tuple[Tensor, Tensor]:
-        """The first `num_tokens` tokens of a sequence, decoded without loss: k, v [kv_heads, num_tokens, head_dim]."""
+        """Return k and v [kv_heads, num_tokens, head_dim] of a sequence's first `num_tokens` tokens, decoded without
+        loss."""
         blocks = block_ids[: self.layout.num_blocks(num_tokens)]
         k, v = self.gather_padded(layer, blocks.unsqueeze(0), self.dtype)
         return k[0, :, :num_tokens], v[0, :, :num_tokens]
@@ -151,9 +158,10 @@ class KVPool:
         stale: Tensor | None = None,
         scratch: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Whole blocks of B sequences, decoded to `dtype`: k, v [B, kv_heads, N * block_size, head_dim].
+        """Return k and v [B, kv_heads, N * block_size, head_dim] of the whole blocks of B sequences, decoded to
+        `dtype`.
 
-        `block_table`: int64 [B, N]. `stale`: which of the B * N * block_size tokens are to be zero instead.
+        `block_table`: int64 [B, N]. `stale`: indices of the B * N * block_size tokens that are zeroed.
         `scratch`: a flat buffer of the pool's dtype to copy into, large enough; forms that are decoded need none.
         """
         group = self.group
@@ -184,8 +192,8 @@ class KVPool:
         return decode(self.group.form, rows.movedim(0, 2).contiguous(), scales.movedim(0, 2), dtype)
 
     def tail_is_finite(self, block_ids: Tensor, num_tokens: int) -> bool:
-        """Return whether the room after a sequence's last token in its last block is free of infinities and NaN;
-        `block_ids`: int64 [blocks] of the sequence."""
+        """Return whether the unused end of a sequence's last block has no infinity and no NaN. `block_ids`: int64
+        [blocks]."""
         offset = num_tokens % self.block_size
         if offset == 0:
             return True
@@ -194,5 +202,5 @@ class KVPool:
         return math.isfinite(values.abs().amax())
 
     def copy_block(self, src: int, dst: int) -> None:
-        """Copy all layers of one block: a tail that becomes a sequence's own."""
+        """Copy all layers of one block: the tail of a prompt, for another choice."""
         self.bytes[dst].copy_(self.bytes[src])

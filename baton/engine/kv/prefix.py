@@ -1,5 +1,7 @@
-"""The local prefix cache: sealed units of KV under the hash of their last span. The ledger counts the blocks; this
-keeps the names, the order of eviction, and the changes since the last report to the index.
+"""Keep the local prefix cache: sealed units of KV, named by the hash of their last span.
+
+The ledger counts the blocks. This module keeps names, the order of eviction, and the changes since the last report to
+the index.
 
     unit = max(64, block_size) tokens: whole spans in whole blocks
 
@@ -20,7 +22,7 @@ from kvtransfer.naming import SPAN_TOKENS
 
 
 class Unit:
-    """Sealed blocks of one unit. Idle blocks are held by the cache alone."""
+    """The sealed blocks of one unit. Only the cache holds its idle blocks."""
 
     __slots__ = ("spans", "block_ids", "num_idle", "idle_since")
 
@@ -28,7 +30,7 @@ class Unit:
         self.spans = spans
         self.block_ids = block_ids
         self.num_idle = 0
-        self.idle_since = 0  # of its last block that was left, PrefixCache.now
+        self.idle_since = 0  # when its last block became idle, by PrefixCache.now
 
 
 class PrefixCache:
@@ -42,7 +44,8 @@ class PrefixCache:
         self._unit_of: dict[int, Unit] = {}
         self._idle: OrderedDict[bytes, Unit] = OrderedDict()  # least recently used first
         self._clock = count()
-        self._num_units: dict[bytes, int] = {}  # that hold a span: of two spans, the first may be that of several
+        self._num_units: dict[bytes, int] = {}  # units with a span: several units of two spans may have the same first
+        # one
         # Net changes since the last drain: never more than what was reported plus what is here, so no bound is needed.
         self._sealed: dict[bytes, None] = {}
         self._evicted: dict[bytes, None] = {}
@@ -51,18 +54,20 @@ class PrefixCache:
         return len(self._units)
 
     def now(self) -> int:
-        """Return how often something was left before: of two times the later one is more."""
+        """Return a counter that grows with every call: the cache's clock."""
         return next(self._clock)
 
     @property
     def oldest(self) -> float:
-        """Return since when the least recently used unit that has an idle block is so."""
+        """When the least recently used unit with an idle block became idle, by `now`."""
         return next((unit.idle_since for unit in self._idle.values()), float("inf"))
 
     def find(self, span_hashes: Sequence[bytes], num_tokens: int, window: Window = ALL) -> list[int]:
-        """Blocks of the longest cached prefix below the last of `num_tokens`: that one is always computed. What is
-        outside the `window` of the token behind the prefix is not looked for: the first block inside stands in its
-        places."""
+        """Return the blocks of the longest cached prefix of at most `num_tokens` - 1 tokens: the last is always
+        computed.
+
+        Blocks outside the `window` of the next token need not be cached; the first block inside fills their places.
+        """
         names = span_hashes[self.spans_per_unit - 1 :: self.spans_per_unit]
         most = min((num_tokens - 1) // self.unit_tokens, len(names))
         if window.num_positions is None:
@@ -77,7 +82,7 @@ class PrefixCache:
         return inside[:1] * num_outside + inside
 
     def _find_inside(self, names: Sequence[bytes], most: int, window: Window) -> tuple[int, int]:
-        """Return the most units, up to `most`, whose window is cached, and the first unit inside it."""
+        """Return the largest number of units, up to `most`, whose window is cached, and the first unit inside it."""
         num_units = index = most
         while index > (first := window.num_outside(num_units * self.unit_tokens) // self.blocks_per_unit):
             index -= 1
@@ -86,17 +91,20 @@ class PrefixCache:
         return num_units, first
 
     def get(self, span: bytes) -> tuple[int, ...]:
-        """Blocks of the unit that a span names; none where there is no such unit."""
+        """Return the blocks of the unit that a span names, or () if there is none."""
         unit = self._units.get(span)
         return () if unit is None else unit.block_ids
 
     def has_blocks(self, block_ids: Sequence[int]) -> bool:
-        """Return whether any of these is one of a unit's."""
+        """Return whether any of these blocks belongs to a unit."""
         return any(block_id in self._unit_of for block_id in block_ids)
 
     def insert(self, spans: tuple[bytes, ...], block_ids: tuple[int, ...]) -> bool:
-        """Names a unit. False when the name is taken, or a block of it belongs to another unit already (a group's
-        choices share the full blocks before their first own token, which may be inside a unit)."""
+        """Name a unit. Returns False if the name is taken or one of its blocks belongs to another unit.
+
+        A block may, since choices of a group share the full blocks before their first own token, which may be inside a
+        unit.
+        """
         if spans[-1] in self._units or self.has_blocks(block_ids):
             return False
         unit = Unit(spans, block_ids)
@@ -110,7 +118,7 @@ class PrefixCache:
         return True
 
     def mark_idle(self, block_id: int) -> None:
-        """The cache is the block's last holder: its unit may be evicted, and is the most recently used."""
+        """Note that only the cache holds the block: its unit may be evicted, and is now the most recently used."""
         unit = self._unit_of[block_id]
         unit.num_idle += 1
         unit.idle_since = self.now()
@@ -118,19 +126,19 @@ class PrefixCache:
         self._idle.move_to_end(unit.spans[-1])
 
     def mark_busy(self, block_id: int) -> None:
-        """Note that a request holds the block too."""
+        """Note that a request holds the block again."""
         unit = self._unit_of[block_id]
         unit.num_idle -= 1
         if not unit.num_idle:
             del self._idle[unit.spans[-1]]
 
     def evict(self) -> tuple[int, ...]:
-        """Forgets the least recently used unit that has an idle block; its blocks. KeyError when there is none."""
+        """Forget the least recently used unit with an idle block, and return its blocks. KeyError if there is none."""
         name, _ = self._idle.popitem(last=False)
         return self.forget(name)
 
     def forget(self, name: bytes) -> tuple[int, ...]:
-        """Take a unit's name from it; its blocks."""
+        """Forget the unit with this name, and return its blocks."""
         unit = self._units.pop(name)
         self._idle.pop(name, None)
         for block_id in unit.block_ids:
@@ -144,21 +152,22 @@ class PrefixCache:
         return unit.block_ids
 
     def drain_events(self) -> tuple[list[bytes], list[bytes]]:
-        """Span hashes (sealed, evicted) since the last call, net: a span that came and went is in neither."""
+        """Return the span hashes (sealed, evicted) since the last call. A span that was sealed and evicted is in
+        neither."""
         sealed, evicted = list(self._sealed), list(self._evicted)
         self._sealed, self._evicted = {}, {}
         return sealed, evicted
 
     def snapshot(self) -> list[bytes]:
-        """Every cached span hash."""
+        """Return every cached span hash."""
         return list(self._num_units)
 
     def blocks(self) -> list[int]:
-        """Every cached block id."""
+        """Return every cached block id."""
         return list(self._unit_of)
 
     def check(self, is_idle: Callable[[int], bool]) -> None:
-        """Raises AssertionError unless names, blocks and the eviction order agree."""
+        """Raise AssertionError unless names, blocks and the eviction order agree."""
         assert len(self._unit_of) == len(self._units) * self.blocks_per_unit
         for name, unit in self._units.items():
             assert unit.spans[-1] == name and len(unit.spans) == self.spans_per_unit

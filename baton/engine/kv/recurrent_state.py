@@ -1,52 +1,51 @@
-"""What one sequence holds of the state blocks: its own, that its tokens are folded into, and the checkpoint from which
-it goes on.
+"""Keep the state blocks of one sequence: its own, which its tokens are folded into, and the checkpoint it starts from.
 
-    pinned ───────── enter ────────►  ready  ── give back ──► nothing
-    a checkpoint of the cache         a block of its own stands at num_computed,
-    fetching ─────── verified ─────►  the tokens of accepted proposals aside
-    bytes land in its own block
+pinned ───────── enter ────────►  ready  ── give back ──► nothing
+a checkpoint of the cache         a block of its own stands at num_computed,
+fetching ─────── verified ─────►  the tokens of accepted proposals aside
+bytes land in its own block
 """
 
 from collections.abc import Callable, Sequence
 
 from baton.engine.kv.ledger import Holder, Ledger
 
-CopyState = Callable[[int, int], None]  # from one block to another, between steps
+CopyState = Callable[[int, int], None]  # (source block, target block), between steps
 
 
 class RecurrentState:
-    """Of a model whose layers keep none it stays empty. Guarded as the blocks of its sequence are."""
+    """The state blocks of one sequence; empty for models without a state. Guarded as the sequence's blocks are."""
 
     __slots__ = ("block_id", "holder", "checkpoint_id", "kept_id", "reserve", "is_ready", "num_pending")
 
     def __init__(self):
         self.block_id: int | None = None
-        self.holder = Holder.FREE  # of its own block: its group's, or FETCHING
+        self.holder = Holder.FREE  # of its own block: its group's holder, or FETCHING
         self.checkpoint_id: int | None = None  # pinned, until `enter` has copied it
-        self.kept_id: int | None = None  # a copy that becomes a checkpoint when the step before it has passed
-        self.reserve = 0  # blocks promised and not yet taken
+        self.kept_id: int | None = None  # a copy that becomes a checkpoint when the step in flight has passed
+        self.reserve = 0  # blocks promised and not taken yet
         self.is_ready = False
-        self.num_pending = 0  # accepted proposals that the block has not taken in yet
+        self.num_pending = 0  # accepted proposals that are not folded into the block yet
 
     @property
     def own_id(self) -> int:
-        """Return its own block, which it has."""
+        """Its own block, which it must have."""
         assert self.block_id is not None
         return self.block_id
 
     @property
     def num_own(self) -> int:
-        """Return how many blocks it has of its own or is promised."""
+        """The number of its own blocks, promised ones included."""
         return self.reserve + (self.block_id is not None)
 
     def held(self, holder: Holder) -> list[tuple[Holder, list[int]]]:
-        """Return the blocks that it holds, by holder; `holder`: its group's."""
+        """Return the blocks that it holds, by holder, where `holder` is its group's."""
         held = [(self.holder, self.block_id), (holder, self.checkpoint_id), (Holder.RUNNING, self.kept_id)]
         return [(each, [block_id]) for each, block_id in held if block_id is not None]
 
     def pin(self, ledger: Ledger, span_hashes: Sequence[bytes], num_tokens: int, holder: Holder) -> bool:
-        """Hold the checkpoint of a cached prefix, in place of one that it held. False where all free blocks are
-        promised to others."""
+        """Hold the checkpoint of a cached prefix in place of an earlier one. Returns False if all free blocks are
+        promised."""
         found = ledger.checkpoint(span_hashes, num_tokens)
         if found is None or ledger.states is None:
             return True
@@ -57,12 +56,14 @@ class RecurrentState:
         return True
 
     def num_to_have(self, states: Ledger | None, num_choices: int) -> int:
-        """Return how many blocks of its own it is to have, one for each choice, or as many as there can be beside a
-        pinned checkpoint: a choice without one starts preempted."""
+        """Return how many own blocks to promise it: one for each choice, or as many as fit beside a pinned checkpoint.
+
+        A choice without one starts as preempted.
+        """
         return 0 if states is None else min(num_choices, states.num_blocks - (self.checkpoint_id is not None))
 
     def promise(self, states: Ledger | None, num_choices: int) -> bool:
-        """Reserve blocks for its choices. False where they are not there."""
+        """Reserve blocks for its choices. Returns False if they are not available."""
         if states is None:
             return True
         num = self.num_to_have(states, num_choices)
@@ -72,7 +73,7 @@ class RecurrentState:
         return True
 
     def take(self, states: Ledger | None, holder: Holder) -> bool:
-        """Take a block of its own, from its promise first. False where there is none."""
+        """Allocate its own block, from its promise first. Returns False if none is available."""
         if states is None or self.block_id is not None:
             return True
         reserved = min(1, self.reserve)
@@ -84,27 +85,27 @@ class RecurrentState:
         return True
 
     def note_verified(self, states: Ledger | None, holder: Holder) -> None:
-        """What was fetched into its own block is verified: the state stands behind it."""
+        """Note that the state fetched into its own block is verified."""
         if states is not None:
             self.settle(states, holder)
             self._unpin(states, holder)
             self.is_ready = True
 
     def settle(self, states: Ledger | None, holder: Holder) -> None:
-        """No byte lands in its own block any more."""
+        """Note that no byte of a fetch lands in its own block any more."""
         if states is not None and self.block_id is not None and self.holder is Holder.FETCHING:
             states.move([self.block_id], Holder.FETCHING, holder)
             self.holder = holder
 
     def take_fetching(self) -> list[int]:
-        """Give up a block that bytes may still land in; the caller gives it back."""
+        """Give up its own block if bytes may still land in it, and return it for the caller to release."""
         if self.block_id is None or self.holder is not Holder.FETCHING:
             return []
         block_id, self.block_id = self.block_id, None
         return [block_id]
 
     def enter(self, states: Ledger | None, holder: Holder, copy: CopyState) -> bool:
-        """Take a block and go on from the checkpoint. False where there is no block."""
+        """Take an own block and copy the checkpoint into it. Returns False if no block is available."""
         if states is None or not self.take(states, holder):
             return states is None
         if self.checkpoint_id is not None:
@@ -114,7 +115,7 @@ class RecurrentState:
         return True
 
     def fork(self, other: "RecurrentState", states: Ledger | None, copy: CopyState) -> bool:
-        """Give another choice a block with the same state, from its own promise. False where there is none."""
+        """Give another choice a block with the same state, from its own promise. Returns False if none is available."""
         if states is None:
             return True
         other.reserve, self.reserve = min(1, self.reserve), self.reserve - min(1, self.reserve)
@@ -125,14 +126,17 @@ class RecurrentState:
         return True
 
     def copy_ahead(self, states: Ledger, copy: CopyState) -> None:
-        """Copy the state as it stands behind a step in flight, before another is launched that folds more into it."""
+        """Copy the state as the step in flight leaves it, before another step is launched that folds more into it."""
         if (block_ids := states.allocate(1, Holder.RUNNING)) is not None:
             copy(self.own_id, block_ids[0])
             self.kept_id = block_ids[0]
 
     def keep(self, states: Ledger, name: bytes, copy: CopyState, goes_on: bool = False) -> None:
-        """Make a checkpoint of the state as it is, or of its copy where the sequence `goes_on` in a step that was
-        launched since, named by the span before it; none where there is one, or no block was left for it."""
+        """Make a checkpoint of the state, or of its copy if the sequence `goes_on` in a step launched since.
+
+        `name` is the span before it. Does nothing if there is such a checkpoint already, or no block was left for
+        one.
+        """
         if self.kept_id is None and not goes_on and not states.cache.get(name):
             self.copy_ahead(states, copy)
         if self.kept_id is not None:
@@ -141,13 +145,13 @@ class RecurrentState:
             self._drop_kept(states)
 
     def unpromise(self, states: Ledger | None) -> None:
-        """Give back what was promised."""
+        """Return its promise to the ledger."""
         if states is not None:
             states.unreserve(self.reserve)
             self.reserve = 0
 
     def give_back(self, states: Ledger | None, holder: Holder) -> None:
-        """Release all of it."""
+        """Release all its blocks and its promise."""
         if states is None:
             return
         self.unpromise(states)

@@ -1,5 +1,6 @@
-"""The stored forms of KV: what a row of one token and one head is as bytes, and back. Plain torch, the text to read;
-the native kernels write and read the same bytes.
+"""Encode a row of KV (one token, one head) as bytes, and decode it, in each stored form.
+
+This is the readable reference in plain torch; the native kernels write and read the same bytes.
 
     fp32 bf16 fp16        a cast
     fp8_e4m3 fp8_e5m2     a cast that saturates at the largest finite value; no scales
@@ -7,8 +8,8 @@ the native kernels write and read the same bytes.
     int4                  x = scale * q + zero, q in [0, 15], scale = (max - min) / 15 and zero = min in fp16;
                           the even element in the low half of a byte
 
-q is rounded, half to even, with the scale as it is stored. One scale (and zero) per token and head, so that a token can
-be written once and never again.
+q is rounded, half to even, with the scale as it is stored. Each token and head has its own scale (and zero), so that
+writing one token never changes another.
 """
 
 import torch
@@ -21,7 +22,7 @@ HALF_MAX = torch.finfo(torch.float16).max
 
 
 def encode(form: str, x: Tensor) -> tuple[Tensor, Tensor]:
-    """x [..., head_dim], any float dtype -> rows uint8 [..., row_bytes], scales uint8 [..., scale bytes of a row].
+    """Encode x [..., head_dim] of any float dtype as rows uint8 [..., row_bytes] and scales uint8 [..., scale bytes].
 
     Raises ValueError for an unknown form, and for int4 with an odd head_dim.
     """
@@ -38,10 +39,9 @@ def encode(form: str, x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def decode(form: str, rows: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """Decode what `encode` stored, computed in fp32 and rounded once: [..., head_dim] in `dtype`.
+    """Decode what `encode` returned to [..., head_dim] in `dtype`, computed in fp32 and rounded once.
 
-    rows uint8 [..., row_bytes], scales uint8 [..., scale bytes of a row], not read where a form has none. Raises
-    ValueError for an unknown form.
+    `scales` is not read if the form has none. Raises ValueError for an unknown form.
     """
     if form not in STORED:
         raise ValueError(f"kv form {form!r}: one of {', '.join(STORED)}")
@@ -55,13 +55,13 @@ def decode(form: str, rows: Tensor, scales: Tensor, dtype: torch.dtype) -> Tenso
 
 
 def saturation(form: str) -> float:
-    """Return the largest value that a cast to an 8 bit float keeps; 0: the form does not saturate."""
+    """Return the largest finite value of an 8-bit float form, or 0 if the form does not saturate."""
     stored = STORED[form]
     return torch.finfo(stored).max if stored.is_floating_point and stored.itemsize == 1 else 0.0
 
 
 def num_elements(form: str, head_dim: int) -> int:
-    """Elements of STORED[form] that one row takes."""
+    """Return how many elements of STORED[form] one row takes."""
     return head_dim * KV_FORMS[form].bits // 8 // STORED[form].itemsize
 
 
@@ -84,7 +84,8 @@ def _half(x: Tensor) -> Tensor:
 
 
 def _rounded(x: Tensor, scale: Tensor) -> Tensor:
-    """x / scale, half to even; 0 where the scale is (a row of equal values, or too small for fp16)."""
+    """Return x / scale rounded half to even, or 0 where the scale is 0 (equal values in the row, or too small for
+    fp16)."""
     scale = scale.float()
     return torch.where(scale == 0, 0.0, x / scale).round()
 

@@ -1,13 +1,12 @@
-"""The parts of blocks that layers with a window have, in a model where others see all: who sees each, and whether it is
-there.
+"""Count the users of each block's part: the KV of the layers with a window, in a model where other layers have none.
 
-        seen ──── leave ────► left ──── drop ────► gone         while the block stays with its holders
-          ◄──── share ────────┘     oldest first
+        used ──── leave ────► unused ── drop ────► absent       while the block stays with its holders
+          ◄──── share ────────┘       oldest first
 
-Every holder of a block sees its part until it leaves that, or the block. What nobody sees stays where it is until its
-room is needed, so that a prefix can be found by its window again; in a block that the cache alone holds it goes when
-that is evicted. Blocks that are free keep their pages too, as long as there is memory for them: to give pages back
-costs as much as to write them.
+Every holder of a block uses its part until the block is outside the holder's window, or released. An unused part stays
+until its memory is needed, so that a cached prefix can be found by its window. In a block that only the cache holds,
+the part goes when the block is evicted. Free blocks keep their pages as long as there is memory: giving pages back
+costs as much as writing them.
 """
 
 from bisect import bisect
@@ -19,51 +18,54 @@ from baton.engine.kv.window import Window
 
 
 class Pages(Protocol):
-    """What BlockPages does."""
+    """Give memory pages of blocks back to the system, as BlockPages does."""
 
     def give_back(self, block_id: int) -> None: ...
     def give_back_part(self, block_id: int) -> None: ...
 
 
 class WindowParts:
-    """Guarded by the lock of the ledger that it is part of."""
+    """Users and presence of the parts of a pool's blocks. Guarded by the lock of the ledger that owns it."""
 
     def __init__(self, num_blocks: int, num_ids: int, window: Window, pages: Pages):
-        """`num_blocks`: whole ones, that there is memory for; `num_ids`: that have places."""
+        """Take the number of whole blocks that there is memory for, and the number of block ids (more than that)."""
         self.window, self.num_ids = window, num_ids
         self.num_bytes = num_blocks * window.block_bytes
         self._pages = pages
         self._num_seeing = [0] * num_ids
         self._is_there = bytearray(num_ids)
-        # Of held blocks, seen least recently first, and when that was.
+        # Held blocks whose part nobody uses, with the time of its last use; least recently used first.
         self._left = OrderedDict[int, int]()
         self.num_seen = 0
         self.num_there = 0
-        self.num_warm = 0  # free blocks that have pages, the last of the free ones
+        self.num_warm = 0  # free blocks that still have pages; they are at the end of the free list
 
     @property
     def oldest(self) -> float:
-        """Return when the one that was seen least recently was left."""
+        """The last use of the least recently used part, by PrefixCache.now."""
         return next(iter(self._left.values()), float("inf"))
 
     def bytes_of(self, num_blocks: int, num_parts: int) -> int:
-        """Return the bytes of blocks of which so many have their part."""
+        """Return the bytes of `num_blocks` blocks of which `num_parts` have their part."""
         return num_blocks * (self.window.block_bytes - self.window.part_bytes) + num_parts * self.window.part_bytes
 
     def has_room(self, free: Sequence[int], num: int) -> bool:
-        """Return whether there is memory for all of the last `num` of the `free` blocks beside what is there."""
+        """Return whether there is memory to make the last `num` of the `free` blocks whole, beside all that is
+        present."""
         num_blocks = self.num_ids - len(free) + max(self.num_warm, num)
         num_lacking = sum(not self._is_there[block_id] for block_id in free[len(free) - num :])
         return self.bytes_of(num_blocks, self.num_there + num_lacking) <= self.num_bytes
 
     def num_unseen(self, block_ids: Iterable[int]) -> int:
+        """Return how many of these blocks' parts nobody uses."""
         return sum(not self._num_seeing[block_id] for block_id in block_ids)
 
     def are_there(self, block_ids: Iterable[int]) -> bool:
+        """Return whether the parts of all these blocks are present."""
         return all(self._is_there[block_id] for block_id in block_ids)
 
     def take(self, block_ids: Sequence[int]) -> None:
-        """The last of the free blocks have a first holder."""
+        """Note the first holder of blocks from the end of the free list: their parts are present and used."""
         self.num_warm = max(0, self.num_warm - len(block_ids))
         for block_id in block_ids:
             self.num_there += not self._is_there[block_id]
@@ -72,7 +74,7 @@ class WindowParts:
             self.num_seen += 1
 
     def see(self, block_ids: Sequence[int]) -> None:
-        """One more sees them, which are there."""
+        """Add a user to the parts of these blocks, which must be present."""
         for block_id in block_ids:
             assert self._is_there[block_id], f"the part of block {block_id} is gone"
             self._left.pop(block_id, None)
@@ -80,7 +82,7 @@ class WindowParts:
             self._num_seeing[block_id] += 1
 
     def leave(self, block_ids: Sequence[int], now: int) -> None:
-        """One sees them no more, the last one the least recently."""
+        """Remove a user from the parts of these blocks. The last block counts as least recently used."""
         for block_id in reversed(block_ids):
             assert self._num_seeing[block_id], f"nobody sees the part of block {block_id}"
             self._num_seeing[block_id] -= 1
@@ -89,28 +91,28 @@ class WindowParts:
                 self._left[block_id] = now
 
     def on_held(self, block_ids: Sequence[int], now: int) -> None:
-        """Blocks have a holder that does not see them: the cache alone may have held them before."""
+        """Note a new holder that does not use the parts of these blocks, which only the cache may have held before."""
         for block_id in block_ids:
             if self._is_there[block_id] and not self._num_seeing[block_id]:
                 self._left.setdefault(block_id, now)
 
     def on_cached(self, block_id: int) -> None:
-        """The cache alone holds the block."""
+        """Note that only the cache holds the block."""
         self._left.pop(block_id, None)
 
     def on_freed(self, block_id: int) -> None:
-        """Nobody holds the block, which is the last of the free ones."""
+        """Note that nobody holds the block, now the last of the free list."""
         self._left.pop(block_id, None)
         self.num_warm += 1
 
     def drop(self) -> None:
-        """The part that was seen least recently goes. KeyError where there is none."""
+        """Give back the pages of the least recently used part. KeyError if there is none."""
         block_id, _ = self._left.popitem(last=False)
         self._gone(block_id)
         self._pages.give_back_part(block_id)
 
     def cool(self, free: Sequence[int]) -> None:
-        """Give back the pages of the first `free` block that has some."""
+        """Give back the pages of the first free block that has any."""
         block_id = free[len(free) - self.num_warm]
         self.num_warm -= 1
         if self._is_there[block_id]:
@@ -122,19 +124,21 @@ class WindowParts:
         self.num_there -= 1
 
     def num_usable(self, block_ids: Sequence[int], per_unit: int, whole: bool) -> int:
-        """Return how many of a prefix's blocks, whole units, can be gone on behind: of those in the window of the next
-        token, or of the `whole` prefix, the part is there."""
+        """Return how many leading blocks of a cached prefix, whole units, a sequence can continue from.
+
+        The parts must be present for the blocks in the next token's window, or for all blocks of a `whole` prefix.
+        """
         lacking = [index for index, block_id in enumerate(block_ids) if not self._is_there[block_id]]
         for num in range(len(block_ids), 0, -per_unit):
-            last = bisect(lacking, num - 1)  # of those that lack it before, one behind the last
+            last = bisect(lacking, num - 1)  # one after the last block before `num` that lacks its part
             num_outside = 0 if whole else self.window.num_outside(num * self.window.block_size)
             if not last or lacking[last - 1] < num_outside:
                 return num
         return 0
 
     def check(self, is_held: Sequence[bool], free: Sequence[int]) -> None:
-        """Raise AssertionError unless what is seen is held and there, what was left too, and there is memory for all of
-        it."""
+        """Raise AssertionError unless used and unused parts are held and present, and there is memory for all of
+        them."""
         assert self.num_seen == sum(map(bool, self._num_seeing)) and self.num_there == sum(self._is_there)
         for block_id, num_seeing in enumerate(self._num_seeing):
             assert num_seeing >= 0 and (not num_seeing or is_held[block_id]), f"part {block_id} is seen by no holder"
@@ -147,7 +151,7 @@ class WindowParts:
         assert self.has_room(free, 0), "more is there than there is memory for"
 
     def check_seen(self, seen: Iterable[Sequence[int]]) -> None:
-        """Raise AssertionError unless each is seen by exactly those that name it."""
+        """Raise AssertionError unless each part has exactly the users that name its block."""
         expected = [0] * self.num_ids
         for block_ids in seen:
             for block_id in block_ids:
