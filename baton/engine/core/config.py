@@ -1,4 +1,4 @@
-"""Options of the engine, and their values resolved for one model."""
+"""Declare the options of the engine, and resolve their values for one model."""
 
 from dataclasses import MISSING, dataclass, field, fields, replace
 from pathlib import Path
@@ -12,18 +12,18 @@ from kvtransfer.naming import SPAN_TOKENS
 
 DTYPES = ("auto", "bf16", "fp16", "fp32")
 KV_DTYPES = ("auto", *KV_FORMS, "fp8")  # fp8 is fp8_e4m3
-# As weights/formats/registry.py has them, which needs torch.
+# The same as in weights/formats/registry.py, which needs torch.
 QUANTIZATIONS = ("auto", "none", "int8", "int8-weight-only", "fp8", "int4-g32", "int4-g64", "int4-g128")
 DEVICES = ("auto", "cpu", "cuda")
 MIN_CAPABILITY = (8, 0)  # of a GPU: bf16 products
 SPECULATORS = ("off", "auto", "draft", "ngram", "suffix", "medusa", "eagle", "mtp")
 DEGREES = (1, 2, 4, 8)  # of tensor_parallel
 ALL_REDUCES = ("exact", "fast")
-MAX_NUMBER = (1 << 31) - 1  # of any setting: kernels and messages have 32 bits for most
-MAX_BLOCK_SIZE = 1 << 16  # that the wire of KV can name
+MAX_NUMBER = (1 << 31) - 1  # of any setting: kernels and messages use 32 bits for most
+MAX_BLOCK_SIZE = 1 << 16  # the largest that messages of KV transfer can name
 MAX_POOL_BYTES = 4 << 30
-# Of the memory that there is, where num_blocks is not given: two workers and their weights fit beside it. More divide
-# what two have.
+# The pool's share of the memory if num_blocks is not given: two workers and their weights fit. More than two workers
+# divide what two would have.
 POOL_SHARE = 0.125
 
 
@@ -34,8 +34,7 @@ def _option(help: str, default: Any = MISSING, *, choices: tuple[str, ...] = (),
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """The settings of an engine; workers take them as their own flags. Raises ValueError, one line that begins with the
-    field."""
+    """The settings of an engine; workers take them as flags. Raises ValueError, one line that begins with the field."""
 
     model: Path = _option("model folder (config.json, safetensors, tokenizer.json) or .gguf file", metavar="DIR|FILE")
     served_model_name: str | None = _option(
@@ -190,17 +189,18 @@ class EngineConfig:
 
     @property
     def checkpoint_step(self) -> int:
-        """Return the tokens from one checkpoint to the next: whole blocks, inside of which no prefix is found."""
+        """The tokens from one checkpoint to the next, whole blocks: no prefix ends inside a block."""
         return -(-self.checkpoint_tokens // self.block_size) * self.block_size
 
     @property
     def may_adapt(self) -> bool:
-        """Return whether there may be adapters."""
+        """Whether requests may name adapters, now or once one is loaded."""
         return bool(self.adapter) or self.adapter_root is not None
 
     @property
     def adapter_folders(self) -> dict[str, Path]:
-        """Return the folders of adapters by name. Raises ValueError."""
+        """The folders of adapters by name. Raises ValueError for an entry that is not NAME=DIR or a name given
+        twice."""
         found: dict[str, Path] = {}
         for given in self.adapter:
             name, _, folder = given.partition("=")
@@ -245,29 +245,29 @@ class EngineConfig:
 
     @property
     def num_ranks(self) -> int:
-        """Return the processes of the engine."""
+        """The number of processes of the engine."""
         return self.tensor_parallel * self.pipeline_parallel
 
     @property
     def num_rows(self) -> int:
-        """Return the rows of the steps that all stages compute at a time."""
+        """The rows of the steps that all stages compute at a time."""
         return self.max_num_batched_tokens * self.pipeline_parallel
 
     @property
     def num_ranks_here(self) -> int:
-        """Return those of them that are on this host."""
+        """The number of the engine's processes on this host."""
         return self.num_ranks - self.remote_stages
 
 
 def resolve_dtypes(config: EngineConfig, spec: ModelSpec) -> EngineConfig:
-    """Return the config with the dtypes that `auto` and `fp8` mean for this model."""
+    """Return the config with `auto` and `fp8` replaced by the dtypes that they mean for this model."""
     dtype = spec.dtype if config.dtype == "auto" else config.dtype
     kv_dtype = {"auto": dtype, "fp8": "fp8_e4m3"}.get(config.kv_dtype, config.kv_dtype)
     return replace(config, dtype=dtype, kv_dtype=kv_dtype)
 
 
 def resolve(config: EngineConfig, spec: ModelSpec) -> EngineConfig:
-    """Return the config with nothing left open for this model. Raises ValueError where they do not fit."""
+    """Return the config with every default filled in for this model. Raises ValueError if they do not fit."""
     config = resolve_dtypes(config, spec)
     max_model_len = config.max_model_len or spec.context
     if max_model_len > spec.longest_context:
@@ -283,8 +283,10 @@ def resolve(config: EngineConfig, spec: ModelSpec) -> EngineConfig:
 
 
 def _num_states(config: EngineConfig, layout: KVLayout) -> int | None:
-    """As given, or two for each sequence, or what as much memory holds as blocks of tokens may take. Raises ValueError
-    for a number that would have no effect."""
+    """Return the number of state blocks: as given, or two for each sequence within the pool's memory budget.
+
+    Raises ValueError if a number is given that would have no effect.
+    """
     if layout.state is None:
         if config.num_states is not None:
             raise ValueError(f"num_states {config.num_states}: no layer of this model keeps a state; leave it out")
@@ -293,7 +295,7 @@ def _num_states(config: EngineConfig, layout: KVLayout) -> int | None:
 
 
 def default_num_blocks(layout: KVLayout, config: EngineConfig, max_model_len: int) -> int:
-    """Whole contexts for all sequences, or what the memory budget holds."""
+    """Return enough blocks for a whole context of every sequence, or as many as the memory budget holds."""
     most = config.max_num_seqs * layout.num_blocks(max_model_len)
     if not layout.block_bytes:  # no layer has KV: blocks are names
         return most

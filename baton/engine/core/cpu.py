@@ -1,4 +1,4 @@
-"""The processor that this runs on: its name, and which instructions it has."""
+"""Describe the processor of this host: its name, its instruction sets and its cache."""
 
 import platform
 from functools import cache
@@ -10,19 +10,19 @@ BF16 = ("avx512_bf16", "amx_bf16", "bf16")  # products of bf16: x86-64, and aarc
 
 
 def name() -> str:
-    """As its maker calls it."""
+    """Return the processor's name."""
     found = _fields()
     return found.get("model name") or found.get("CPU part") or platform.processor() or platform.machine()
 
 
 def flags() -> frozenset[str]:
-    """Its instruction sets, in the kernel's words; empty where the system does not tell."""
+    """Return its instruction sets as Linux names them; empty if the system does not say."""
     found = _fields()
     return frozenset((found.get("flags") or found.get("Features") or "").split())
 
 
 def last_cache_bytes() -> int:
-    """Return the size of the last level of its cache; 0 where the system does not tell."""
+    """Return the size of its last-level cache, or 0 if the system does not say."""
     try:
         return int(_LAST_CACHE.read_text().strip().removesuffix("K")) << 10
     except (OSError, ValueError):
@@ -30,18 +30,21 @@ def last_cache_bytes() -> int:
 
 
 def multiplies_bf16() -> bool:
-    """Elsewhere torch widens bf16 as it goes, and is seen to take 3.5 times as long as with fp32."""
+    """Return whether it has instructions for products of bf16. Without them torch takes 3.5 times as long as in
+    fp32."""
     return not flags().isdisjoint(BF16)
 
 
 def compute_dtype(stored: str, why_no_kernels: str) -> str:
-    """Return the dtype that `dtype auto` means for a checkpoint of this dtype, where `why_no_kernels` is why the native
-    kernels are absent, or empty."""
+    """Return the dtype that `dtype auto` means for a checkpoint of dtype `stored`.
+
+    `why_no_kernels` says why the native kernels are absent; empty if they are there.
+    """
     return "fp32" if stored == "bf16" and why_no_kernels and not multiplies_bf16() else stored
 
 
 def lost(why_no_kernels: str, stored: str, compute: str) -> str:
-    """Return what a start without the native kernels costs, in one line."""
+    """Describe in one line what a start without the native kernels costs."""
     wide = ", weights and KV take twice their memory" if (stored, compute) == ("bf16", "fp32") else ""
     cure = "; install g++ and start again" if "no C++ compiler" in why_no_kernels else ""
     return (

@@ -1,4 +1,4 @@
-"""The device that an engine computes on: found, or refused with the reason; how much of its memory the pool gets."""
+"""Find the device that an engine computes on, and decide how much of its memory the pool gets."""
 
 import logging
 import os
@@ -14,16 +14,16 @@ from baton.engine import native
 from baton.engine.core import cpu
 from baton.engine.core.config import DEVICES, MIN_CAPABILITY, POOL_SHARE, EngineConfig
 
-UTILIZATION = 0.9  # of the memory, by default: graphs, libraries and fragmentation take from the rest
+UTILIZATION = 0.9  # default share of GPU memory: graphs, libraries and fragmentation take from the rest
 GIB = 1 << 30
 CONTEXT_BYTES = GIB  # what CUDA and its libraries take outside torch's allocator; an estimate, not measured
 QUIET_S, POLL_S = 2.0, 0.25
-# Bytes a weight takes against bf16 once it is rounded when it is read, and which of these are named as what would fit.
+# The size of weights quantized at load time, relative to bf16, and the quantizations that errors advise.
 SMALLER = {
     "fp8": 0.53, "int8": 0.53, "int8-weight-only": 0.53, "int4-g32": 0.4, "int4-g64": 0.34, "int4-g128": 0.31,
 }  # fmt: skip
 MAX_THREADS_A_CORE = 16
-PROCESS_BYTES = 200 << 20  # of each process of a worker on a CPU beside weights and KV: seen with the demo model
+PROCESS_BYTES = 200 << 20  # of each process of a worker on a CPU, beside weights and KV: seen with the demo model
 ADVISED = ("fp8", "int8", "int4-g128")
 
 logger = logging.getLogger(__name__)
@@ -31,8 +31,10 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Memory of one GPU, in bytes. `free`: available to any process, what this one has cached counted as free. `ours`:
-    used by this process, without that of others on the same GPU."""
+    """Memory of one GPU, in bytes.
+
+    `free`: available to any process, after this process has emptied its cache. `ours`: used by this process alone.
+    """
 
     total: int
     free: int
@@ -47,8 +49,10 @@ class Memory:
 
 
 def wait_for_memory(read: Callable[[], Memory], share: float, pause: Callable[[float], None] = time.sleep) -> None:
-    """Wait while the driver takes back the memory of a process that has just ended, this one's former program too:
-    until `share` of the GPU is free, or nothing more of it has become free for QUIET_S."""
+    """Wait while the driver takes back the memory of a process that has just ended, perhaps this one's former program.
+
+    Returns when `share` of the GPU is free, or the free memory has not grown for QUIET_S.
+    """
     memory, quiet_s = read(), 0.0
     most = memory.free
     while most < share * memory.total and quiet_s < QUIET_S:
@@ -65,7 +69,7 @@ def memory_share(config: EngineConfig) -> float:
 
 
 def find_device(name: str) -> torch.device:
-    """auto: a GPU where there is one that can be used. ValueError, one line, for one that cannot."""
+    """Return the device of this name; `auto` is a GPU if there is a usable one. Raises ValueError, one line."""
     if name not in DEVICES:
         raise ValueError(f"device {name!r}: one of {', '.join(DEVICES)}")
     if name == "cpu":
@@ -79,7 +83,7 @@ def find_device(name: str) -> torch.device:
 
 
 def unfit() -> str:
-    """Return why this process cannot compute on a GPU; "" if it can."""
+    """Return why this process cannot compute on a GPU, or "" if it can."""
     if not torch.cuda.is_available():
         built = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "built without CUDA"
         return f"torch {torch.__version__} ({built}) sees no CUDA device"
@@ -91,8 +95,10 @@ def unfit() -> str:
 
 
 def set_threads(num_threads: int | None) -> None:
-    """Compute by so many threads of the CPU. None: by those that OMP_NUM_THREADS says, else by as many as can run at
-    once. Raises ValueError for so many that they would only wait for each other."""
+    """Set the number of CPU threads that torch computes with. None: OMP_NUM_THREADS, or at most the number of cores.
+
+    Raises ValueError for more than MAX_THREADS_A_CORE a core: these would only wait for each other.
+    """
     if num_threads is not None:
         num_cores = system.num_cores()
         if num_threads > (most := MAX_THREADS_A_CORE * num_cores):
@@ -104,14 +110,19 @@ def set_threads(num_threads: int | None) -> None:
 
 
 def sent(values: Tensor, device: torch.device) -> Tensor:
-    """Return a copy on the device of what is on the host, and wait for nothing: a copy from pageable memory would wait
-    for all that was launched before. torch gives the pinned memory to nobody before the copy has passed."""
+    """Return a copy of a host tensor on the device, without waiting for it.
+
+    A copy from pageable memory would wait for all launches before it. torch does not reuse the pinned memory before the
+    copy has passed.
+    """
     return (values.pin_memory() if device.type == "cuda" else values).to(device, non_blocking=True)
 
 
 def is_lost(device: torch.device) -> bool:
-    """Returns whether a GPU fails every call of this process from now on: errors of a kernel or of the hardware stay
-    (an illegal access, an Xid, ECC), those of a single call do not."""
+    """Return whether the GPU fails every further call of this process.
+
+    Errors of a kernel or of the hardware persist (an illegal access, an Xid, ECC), those of a single call do not.
+    """
     if device.type == "cpu":
         return False
     try:
@@ -122,15 +133,19 @@ def is_lost(device: torch.device) -> bool:
 
 
 def product_dtype() -> torch.dtype:
-    """Return the dtype in which torch multiplies matrices fastest here: bf16 where the processor has products of it.
-    Elsewhere torch emulates them: with AVX2, 512 by 512 by 512 ran at 8 GFLOP/s, 62 in fp32, and a training step took
-    20 times as long."""
+    """Return the dtype in which torch multiplies matrices fastest here: bf16 if the processor has instructions for it.
+
+    Without them torch emulates bf16: with AVX2, 512 by 512 by 512 ran at 8 GFLOP/s (fp32: 62), and a training step took
+    20 times as long.
+    """
     return torch.bfloat16 if cpu.multiplies_bf16() else torch.float32
 
 
 def instruction_set(device: torch.device) -> str:
-    """Return the instruction set that kernels are compiled for, since two of them add in different orders. For a CPU:
-    torch's, and how the native kernels multiply."""
+    """Return the instruction set that kernels are compiled for, since each adds in an order of its own.
+
+    For a CPU that is torch's, and how the native kernels multiply.
+    """
     if device.type == "cpu":
         library = native.library()
         of_torch = torch.backends.cpu.get_cpu_capability().lower()
@@ -139,20 +154,23 @@ def instruction_set(device: torch.device) -> str:
 
 
 def device_name(device: torch.device) -> str:
-    """Return what computes, in words: the processor and its instruction set, or the GPU."""
+    """Return the name of the GPU, or the processor's name and instruction set."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"{cpu.name()}, {instruction_set(device)}"
 
 
 def names_gpu(words: str) -> bool:
-    """Return whether these words of `device_name` are of a GPU."""
+    """Return whether a result of `device_name` names a GPU."""
     return ", " not in words
 
 
 def check_weights(num_bytes: int, memory: Memory, utilization: float, quantization: str) -> None:
-    """Raise ValueError where weights leave nothing of the share; it names what would fit. `num_bytes`: of their files;
-    `quantization`: none, a rounding of them (a key of SMALLER), or auto for files that are quantized already."""
+    """Raise ValueError if weights leave nothing of the GPU's share, naming quantizations that would fit.
+
+    `num_bytes`: of the weights' files. `quantization`: none, one at load time (a key of SMALLER), or auto for files
+    that are quantized already.
+    """
     share = int(memory.total * utilization)
     room = min(memory.free, share)
     taken = int(num_bytes * SMALLER.get(quantization, 1))
@@ -167,11 +185,14 @@ def check_weights(num_bytes: int, memory: Memory, utilization: float, quantizati
 
 
 def check_host_pool(pool_bytes: int, weight_bytes: int, num_workers: int, num_ranks: int = 1) -> None:
-    """Raise ValueError where a pool in host memory, whose pages come as they are used, can never be filled beside the
-    weights; log a warning where the workers of this host can take more than there is. A pool of the default size is
-    never refused: weights may be mapped. `weight_bytes`: of all `num_ranks` processes of a worker."""
+    """Raise ValueError if a pool in host memory can never be filled beside the weights.
+
+    Logs a warning if the workers of this host together may take more than there is: pages are taken only when they are
+    used. A pool of the default size is never refused, since weights may be mapped. `weight_bytes`: of all `num_ranks`
+    processes of a worker.
+    """
     memory = system.memory_limit()
-    if pool_bytes > max(memory - weight_bytes, 2 * POOL_SHARE * memory):  # KV and states have a share each
+    if pool_bytes > max(memory - weight_bytes, 2 * POOL_SHARE * memory):  # a share for KV and one for states
         raise ValueError(
             f"num_blocks: {pool_bytes / GIB:.1f} GiB of KV and {weight_bytes / GIB:.1f} GiB of weights do not fit in the "
             f"{memory / GIB:.1f} GiB of this host or container; give fewer, or it a larger limit"
@@ -189,20 +210,24 @@ def check_host_pool(pool_bytes: int, weight_bytes: int, num_workers: int, num_ra
 
 
 def pool_room(memory: Memory, utilization: float, step_bytes: int) -> int:
-    """Return the bytes of this process's share beside what it holds and a step's own `step_bytes`."""
+    """Return the bytes left of this process's share after what it holds and a step's own `step_bytes`."""
     return min(int(memory.total * utilization) - memory.ours, memory.free) - step_bytes
 
 
 def pool_states(room: int, state_bytes: int, max_num_seqs: int, has_kv: bool) -> int:
-    """Return the states that a pool in `room` bytes has: two for each sequence, in half of it where KV needs the other;
-    at least two."""
+    """Return how many states a pool of `room` bytes has: two for each sequence, at least two.
+
+    With KV, states take at most half of the room.
+    """
     return max(2, min(2 * max_num_seqs, room // (1 + has_kv) // state_bytes))
 
 
 def pool_blocks(memory: Memory, utilization: float, step_bytes: int, block_bytes: int, least: int) -> int:
-    """Return the blocks that fit into this process's share beside what it holds and a step's own `step_bytes`; other
-    processes count only in what is free, so that two workers may share a GPU. ValueError where these are under
-    `least`."""
+    """Return how many blocks fit into this process's share after what it holds and a step's own `step_bytes`.
+
+    Other processes count only in what is free, so that two workers may share a GPU. Raises ValueError for fewer than
+    `least`.
+    """
     left = pool_room(memory, utilization, step_bytes)
     num_blocks = left // block_bytes
     if num_blocks >= least:

@@ -1,6 +1,6 @@
-"""A .gguf file: its tensors, mapped, and its metadata in the words of a config.json.
+"""Read a .gguf file: its tensors, mapped, and its metadata as a config.json would have them.
 
-The `gguf` package expands what is quantized. Names and conventions are those of llama.cpp's convert_hf_to_gguf.py.
+The `gguf` package expands quantized tensors. Names and conventions are those of llama.cpp's convert_hf_to_gguf.py.
 """
 
 import math
@@ -19,36 +19,38 @@ from baton.model_files import why_not_itself
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 EMBEDDING, OUTPUT, ROPE_FACTORS = "token_embd.weight", "output.weight", "rope_freqs.weight"
 LONG_FACTORS = "rope_factors_long.weight"
-# Of rope.scaling: what yarn is told in the words of a config.json, and what llama.cpp would multiply by.
+# Keys of rope.scaling: yarn's, with their names in a config.json, and multipliers of llama.cpp.
 OF_YARN = {
     "original_context_length": ("original_max_position_embeddings", INTEGER),
     "yarn_beta_fast": ("beta_fast", NUMBER),
     "yarn_beta_slow": ("beta_slow", NUMBER),
 }
 MULTIPLIERS = ("attn_factor", "yarn_attn_factor", "yarn_ext_factor")
-# What is computed in, where the file is asked: the type of its embedding, and bf16 for quantized ones.
+# The dtype of a file is the type of its embedding, or bf16 if that is quantized.
 FLOATS = {GGMLType.F32: np.float32, GGMLType.F16: np.float16}
 DTYPES = {GGMLType.F32: "float32", GGMLType.F16: "float16"}
 
 
 class GGUFTensor(NamedTuple):
+    """A tensor of a .gguf file as it is stored."""
+
     shape: tuple[int, ...]  # rows first
     tensor_type: GGMLType
     data: np.ndarray  # [rows, bytes or floats], mapped
 
 
 class GGUFFile:
-    """`tensors` by name; `metadata(key, kind)` as Python values, `end_ids(vocab_size)` of what they say."""
+    """An open file: `tensors` by name, `metadata(key, kind)` as Python values, and `end_ids(vocab_size)`."""
 
     def __init__(self, path: Path):
-        """Raises ModelError for what is not a whole GGUF file."""
+        """Map a file. Raises ModelError if it is not a whole GGUF file."""
         self.path = path
         if not path.is_file():
             raise ModelError(f"{path}: {why_not_itself(path) or 'no such file'}")
         try:
             header = GGUFHeader(path)
             self.metadata, self.end_ids = header.get, header.end_ids
-            # Copy on write: torch wants writable memory to make a tensor of, and nothing is written.
+            # Copy on write: torch makes tensors only of writable memory, and nothing is written.
             self._data = np.memmap(path, mode="c")
             self.tensors = {name: _mapped(self._data, name, info) for name, info in header.tensors.items()}
         except GGUFError as error:
@@ -57,12 +59,11 @@ class GGUFFile:
             raise ModelError(f"{path}: truncated or not a GGUF file ({error})") from None
 
     def release(self) -> None:
-        """Give back the memory of pages that were read; they come again when they are wanted."""
+        """Give back the memory of pages that were read; a page is read again when it is used."""
         self._data._mmap.madvise(mmap.MADV_DONTNEED)  # pyright: ignore[reportAttributeAccessIssue]
 
     def expanded(self, name: str, rows: np.ndarray | slice = slice(None)) -> np.ndarray:
-        """Return fp32 values of rows of a tensor, [rows, ...]. Raises ModelError for a type that gguf does not
-        dequantize."""
+        """Return rows of a tensor in fp32, [rows, ...]. Raises ModelError for a type that gguf cannot expand."""
         tensor = self.tensors[name]
         try:
             return dequantize(tensor.data[rows], tensor.tensor_type)
@@ -72,7 +73,7 @@ class GGUFFile:
 
 
 def _mapped(data: np.memmap, name: str, info: TensorInfo) -> GGUFTensor:
-    """ValueError where it ends beyond the file."""
+    """Return a tensor as a view of the file's `data`. Raises ValueError if it ends beyond the file."""
     kind = GGMLType(info.type_id)
     block, block_bytes = GGML_QUANT_SIZES[kind]
     columns = info.shape[-1] if info.shape else 1
@@ -87,8 +88,10 @@ def _mapped(data: np.memmap, name: str, info: TensorInfo) -> GGUFTensor:
 
 
 def config_of(file: GGUFFile) -> dict:
-    """Return the config.json that a GGUF file's metadata amount to. Raises ValueError or KeyError, as reading a
-    config.json does, and GGUFError for a value of the wrong kind."""
+    """Return a config.json with what a GGUF file's metadata say.
+
+    Raises ValueError or KeyError, as reading a config.json does, and GGUFError for a value of the wrong kind.
+    """
     arch = file.metadata("general.architecture", TEXT)
     if arch not in ARCHITECTURES:
         raise ValueError(f"architecture {arch!r} is not supported, one of {', '.join(ARCHITECTURES)}")
@@ -133,7 +136,7 @@ def config_of(file: GGUFFile) -> dict:
 
 
 def _one(arch: str, key: str, of, default=None) -> int | None:
-    """A count that may be given per layer, where all are the same."""
+    """Return a count. The file may give it for each layer; raises ValueError if layers differ."""
     value = of(key, INTEGER_OR_EACH, default)
     if isinstance(value, list):
         if len(set(value)) != 1:
@@ -143,7 +146,8 @@ def _one(arch: str, key: str, of, default=None) -> int | None:
 
 
 def _rope(file: GGUFFile, of) -> dict:
-    """Llama 3's scaling comes as a tensor of divisors of the frequencies: longrope with the same factors everywhere."""
+    """Return rope_parameters. Llama 3's scaling is a tensor of divisors of the frequencies: longrope with equal
+    factors."""
     parameters = {"rope_theta": of("rope.freq_base", NUMBER, 10_000.0), "rope_type": "default"}
     scaling = _scaling(of)
     if ROPE_FACTORS in file.tensors:
@@ -158,8 +162,10 @@ def _rope(file: GGUFFile, of) -> dict:
 
 
 def _scaling(of) -> dict:
-    """Return what differs from plain rope. As llama.cpp has it, a factor without a type is linear, and older files call
-    it `scale_linear`."""
+    """Return the rope parameters that differ from plain rope.
+
+    As in llama.cpp, a factor without a type is linear, and older files call it `scale_linear`.
+    """
     for key in MULTIPLIERS:
         if (value := of(f"rope.scaling.{key}", NUMBER, 1.0)) != 1:
             raise ValueError(f"rope.scaling.{key} {value:g} is not supported, only 1")

@@ -1,4 +1,4 @@
-"""The error of a model, in one line; and files that must be JSON."""
+"""Report a model that cannot be served, and read the JSON files of model folders."""
 
 import json
 from pathlib import Path
@@ -7,11 +7,11 @@ from baton.model_files import why_not_itself
 
 
 class ModelError(Exception):
-    """A model that cannot be served; the message is one line that names the file, and the tensor where there is one."""
+    """A model that cannot be served. The message is one line that names the file, and the tensor if it is about one."""
 
 
 def read_json(path: Path) -> dict:
-    """A JSON object from a file of the model folder, or a ModelError that names the file."""
+    """Return the JSON object in a file of the model folder. Raises ModelError, which names the file."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:

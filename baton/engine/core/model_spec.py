@@ -1,5 +1,7 @@
-"""What a model is made of, as data: layers, conventions and the names of its tensors. No family is named here; the
-folder engine/families reads a config.json into this."""
+"""Describe a model as data: its layers, conventions and tensor names.
+
+No family is named here; engine/families reads a config.json into a ModelSpec.
+"""
 
 import math
 from dataclasses import dataclass, field
@@ -9,27 +11,27 @@ from baton.engine.core.state_spec import StateSpec
 from baton.gguf import is_gguf
 from kvtransfer.layout import STATE, KVGroup, KVLayout
 
-PREDICTOR = "mtp"  # below which the tensors around a layer that predicts further tokens are asked for
-STATE_ROW = 4096  # elements that are digested together; a layer's state is padded to whole ones
-# What a value of the wrong type raises, somewhere.
+PREDICTOR = "mtp"  # prefix of the names of the tensors around a layer that predicts further tokens
+STATE_ROW = 4096  # elements that are digested together; a layer's state is padded to whole rows
+# What reading a config raises for values of the wrong type.
 WRONG_VALUE = (TypeError, ValueError, AttributeError, ArithmeticError)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeSpec:
-    """Rotary embedding as the config gives it; `parameters` are the kind's own (factor, betas, factor lists)."""
+    """A rotary embedding as the config gives it. `parameters` depend on the kind (factor, betas, lists of factors)."""
 
     kind: str
     theta: float
     max_position_embeddings: int
     original_context: int  # the context that the model was trained at, before scaling
     parameters: dict = field(default_factory=dict)
-    rotary_dim: int | None = None  # elements of a head that turn, the first ones; None: all
-    interleaved: bool = False  # an element pairs with its neighbour; else with the one half the rotated part away
+    rotary_dim: int | None = None  # the leading elements of a head that are rotated; None: all
+    interleaved: bool = False  # an element pairs with its neighbour, instead of with the one half the rotated part away
 
     @property
     def context(self) -> int:
-        """Tokens that can be served by default. Longrope: the original context, where short and long factors part."""
+        """The tokens that are served by default. Longrope: the original context, up to which its short factors hold."""
         if self.kind == "longrope":
             return self.original_context
         if self.kind in ("linear", "dynamic"):
@@ -41,51 +43,51 @@ class RopeSpec:
 
 
 def yarn_scale(factor: float, mscale: float) -> float:
-    """Return by what yarn scales queries and keys of a context that is `factor` times the one trained at."""
+    """Return yarn's scale of queries and keys for a context that is `factor` times the one trained at."""
     return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class NormSpec:
-    """One kind of norm."""
+    """A kind of norm."""
 
     eps: float
-    kind: str = "rms"  # rms | layer (mean taken away)
+    kind: str = "rms"  # rms | layer (subtracts the mean)
     offset: float = 0.0  # added to the weight as stored
     bias: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertsSpec:
-    """A mixture of experts in place of a layer's MLP.
+    """A mixture of experts instead of a layer's MLP.
 
-    `names`: the router, then gate, up and down of an expert with {} for its index (no gate where MLPs have none); or
-    router, gate over up and down of all experts in one tensor each, by the tensors' whole names.
+    `names`: the router, then gate, up and down of an expert with {} for its index (no gate if MLPs have none). Or, with
+    the tensors' full names: the router, then gate over up, and down, each one tensor for all experts.
     """
 
     num_experts: int
     num_chosen: int
     intermediate_size: int
     names: tuple[str, ...]
-    renormalized: bool = True  # the chosen experts' probabilities are made to sum to one
-    shared_size: int = 0  # intermediate size of the expert that every token visits; 0: none
-    shared_names: tuple[str, ...] = ()  # of that expert: what decides how much of it ("": all), then gate, up and down
+    renormalized: bool = True  # the chosen experts' probabilities are scaled to sum to one
+    shared_size: int = 0  # intermediate size of the expert that every token uses; 0: none
+    shared_names: tuple[str, ...] = ()  # of that expert: the gate of its output ("": none), then gate, up and down
     bias: bool = False  # of the router and of every expert's linears
     inputs_first: bool = False  # tensors of all experts are [experts, in, out]
-    interleaved: bool = False  # a gate and its up stand side by side among the outputs
+    interleaved: bool = False  # each gate is next to its up among the outputs
     scoring: str = "softmax"  # of a row's scores: softmax | sigmoid
-    correction: str = ""  # the tensor that is added to scores where experts are chosen, not where they are weighed
-    num_groups: int = 1  # of experts with neighbouring indices, equal in size
-    num_chosen_groups: int = 1  # among whose experts is chosen
-    group_best: int = 1  # of a group's highest scores as many are added to rank it
-    scale: float = 1.0  # of the weights, at last
-    scales_inputs: bool = False  # weights are of an expert's inputs, not of its outputs
+    correction: str = ""  # a tensor added to the scores for choosing experts, not for weighing them
+    num_groups: int = 1  # equal groups of experts with neighbouring indices
+    num_chosen_groups: int = 1  # experts are chosen from these alone
+    group_best: int = 1  # how many of its highest scores are summed to rank a group
+    scale: float = 1.0  # applied to the final weights
+    scales_inputs: bool = False  # weights multiply an expert's inputs, not its outputs
     latent_size: int = 0  # of the rows that experts read and write; 0: the hidden size
-    latent_names: tuple[str, ...] = ()  # what makes such rows of hidden states, and back
-    stacked_names: tuple[str, ...] = ()  # in place of `names` where the folder has the tensors of all experts in one
+    latent_names: tuple[str, ...] = ()  # the projections from hidden states to these rows and back
+    stacked_names: tuple[str, ...] = ()  # instead of `names` if the folder has one tensor for all experts
 
     def __post_init__(self) -> None:
-        """Raise ValueError where more are chosen than there are."""
+        """Raise ValueError if more experts are chosen than there are, or groups do not divide them."""
         if self.num_chosen > self.num_experts:
             raise ValueError(f"num_experts_per_tok {self.num_chosen}: there are {self.num_experts} experts")
         size, left = divmod(self.num_experts, self.num_groups)
@@ -98,37 +100,39 @@ class ExpertsSpec:
 
     @property
     def stacked(self) -> bool:
-        """Return whether one tensor holds all experts."""
+        """Whether one tensor holds all experts."""
         return "{}" not in self.names[-1]
 
     @property
     def is_plain(self) -> bool:
-        """Return whether a row's experts are those with its highest scores, weighed by their softmax."""
+        """Whether a row's experts are those with the highest scores, weighed by their softmax."""
         grouped = self.num_groups > 1 or self.correction or self.scoring != "softmax" or self.scale != 1
         return not grouped and (not self.shared_size or bool(self.shared_names[0]))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LatentSpec:
-    """Latent attention (MLA): keys and values of all heads are products of one short row, which alone is kept. A head
-    has `nope_dim` elements that meet that row and `rope_dim` that meet the key of its position, the same for all heads.
+    """Latent attention (MLA): keys and values of all heads are products of one short row, and only that row is kept.
+
+    Of a head's elements, `nope_dim` are multiplied with that row, and `rope_dim` with the rotated key that all heads
+    share.
     """
 
     rank: int  # elements of the row
     rope_dim: int
     nope_dim: int
     value_dim: int  # of a head's output
-    query_rank: int | None = None  # of the row that queries are made of; None: of the hidden state
+    query_rank: int | None = None  # size of the row that queries are made of; None: the hidden state
 
     @property
     def row_dim(self) -> int:
-        """Elements that are kept of a token, and that a query has once the products are absorbed."""
+        """The elements kept for a token, and of a query after absorption."""
         return self.rope_dim + self.rank
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TemperatureSpec:
-    """Of attention in layers without rope: the query at position p is multiplied by 1 + scale * log(1 + (p + 1) //
+    """A temperature of attention in layers without rope: queries at position p times 1 + scale * log(1 + (p + 1) //
     every)."""
 
     scale: float
@@ -137,30 +141,32 @@ class TemperatureSpec:
 
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
-    """What one layer has of its own."""
+    """What may differ between the layers of a model."""
 
-    window: int | None = None  # positions a token sees, itself included; None: all
+    window: int | None = None  # positions that a token attends to, itself included; None: all
     rope: int | None = 0  # which of the model's ropes; None: positions are not encoded
     experts: ExpertsSpec | None = None
     has_attention: bool = True
-    state: StateSpec | None = None  # what mixes tokens in place of attention; where there are both, beside it
+    state: StateSpec | None = None  # mixes tokens instead of attention, or beside it
     has_mlp: bool = True
 
 
 @dataclass(frozen=True, slots=True)
 class PredictorSpec:
-    """A layer behind the last that predicts the token behind the next one, of a row that `project` makes of a token's
-    embedding and the hidden state before it, each normed."""
+    """A layer after the last one that predicts the token after the next one.
+
+    Its input is what `project` makes of a token's embedding and the hidden state before it, each normed.
+    """
 
     layer: LayerSpec
-    # As in TensorNames: of the layer, which is asked for behind the model's last, and of what stands around it, below
-    # PREDICTOR: project, embedding_norm, features_norm, norm.
+    # As in TensorNames: of the layer, whose index follows the last layer's, and below PREDICTOR of project,
+    # embedding_norm, features_norm and norm.
     renamed: tuple[tuple[str, str], ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Multipliers:
-    """Of the outputs of a layer's linears: what their parts are multiplied by, in their order."""
+    """The factors by which the parts of the outputs of a layer's linears are multiplied, in their order."""
 
     qkv: tuple[float, ...] = (1.0, 1.0, 1.0)
     output: tuple[float, ...] = (1.0,)
@@ -172,7 +178,8 @@ class Multipliers:
 
 @dataclass(frozen=True, slots=True)
 class TensorNames:
-    """Modules of a layer, below `model.layers.N.`; "": there is no such norm. Several names: one above the other."""
+    """Names of a layer's modules below `model.layers.N.`; "" if there is no such norm. Several names are
+    concatenated."""
 
     before_attention: str = "input_layernorm"
     after_attention: str = ""
@@ -182,8 +189,8 @@ class TensorNames:
     qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
     gate_up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
     down: str = "mlp.down_proj"
-    state: str = ""  # what mixes tokens by a state
-    # Beginnings of names as they are written here, and as the checkpoint has them; the first that fits.
+    state: str = ""  # the module that mixes tokens by a state
+    # Prefixes of names as written here, and as in the checkpoint; the first match counts.
     renamed: tuple[tuple[str, str], ...] = ()
 
 
@@ -210,11 +217,11 @@ class ModelSpec:
     qkv_bias: bool = False
     output_bias: bool = False
     mlp_bias: bool = False
-    # head: one weight for all heads | heads: each has its own | all: over the heads of a token | unit: where there is
-    # rope each head is, without a weight
+    # head: one weight for all heads | heads: one for each head | all: over all heads of a token | unit: each head
+    # without a weight, in layers with rope
     qk_norm: str = ""
-    attention_gate: bool = False  # q's module makes of each head a query, and gates of what it attends to
-    parallel: bool = False  # attention and MLP read the same normed rows, and are added together
+    attention_gate: bool = False  # q's module makes a query for each head, and a gate for its output
+    parallel: bool = False  # attention and MLP read the same normed rows, and their outputs are added
     # silu | gelu_tanh | relu2 (squared) | clamped_swiglu: (up + 1) * gate * sigmoid(alpha * gate), both clamped
     activation: str = "silu"
     swiglu_alpha: float = 1.0
@@ -222,18 +229,18 @@ class ModelSpec:
     gated: bool = True
     attention_scale: float | None = None  # None: 1 / sqrt(head_dim)
     attention_softcap: float | None = None
-    chunked: bool = False  # a token of a layer with a window sees what stands from the window's last multiple on
+    chunked: bool = False  # a token of a layer with a window attends from the last multiple of the window on
     temperature: TemperatureSpec | None = None
-    latent: LatentSpec | None = None  # then head_dim is its row_dim, and there is one KV head
-    num_extra_layers: int = 0  # in the files behind the last, which predict further tokens: no part of the model
-    predictor: PredictorSpec | None = None  # the first of them
-    sinks: bool = False  # each head has a score of its own that takes part in the softmax and has no value
+    latent: LatentSpec | None = None  # if set, head_dim is its row_dim, and there is one KV head
+    num_extra_layers: int = 0  # in the files after the last one, which predict further tokens: not part of the model
+    predictor: PredictorSpec | None = None  # the first of these layers
+    sinks: bool = False  # each head has an additional score in the softmax, without a value
     multipliers: Multipliers | None = None
     embedding_scale: float = 1.0
-    residual_scale: float = 1.0  # of what a half layer adds
+    residual_scale: float = 1.0  # of the outputs of attention and MLP
     logit_scale: float = 1.0
     logit_softcap: float | None = None
-    unroped_context: int = 0  # of a model without rope
+    unroped_context: int = 0  # the context of a model without rope
 
     @property
     def num_layers(self) -> int:
@@ -241,48 +248,48 @@ class ModelSpec:
 
     @property
     def kv_layers(self) -> tuple[int, ...]:
-        """The layers that have KV."""
+        """The indices of the layers that have KV."""
         return tuple(index for index, layer in enumerate(self.layers) if layer.has_attention)
 
     @property
     def state_layers(self) -> tuple[int, ...]:
-        """The layers that keep a state of a sequence."""
+        """The indices of the layers that keep a recurrent state."""
         return tuple(index for index, layer in enumerate(self.layers) if layer.state is not None)
 
     @property
     def state(self) -> StateSpec | None:
-        """What its layers keep, all of them alike; None: nothing."""
+        """The recurrent state of its layers, the same for all that have one; None: none has."""
         return next((layer.state for layer in self.layers if layer.state is not None), None)
 
     @property
     def windows(self) -> tuple[int | None, ...]:
-        """Of the layers that have KV."""
+        """The windows of the layers that have KV, None for a layer without one."""
         return tuple(layer.window for layer in self.layers if layer.has_attention)
 
     @property
     def kv_window(self) -> int | None:
-        """Return how many positions its farthest-seeing layer sees; None: all, or states are kept, which stand beside
-        whole prefixes. KV further back is never read."""
+        """The largest window, if every layer has one; KV further back is never read.
+
+        None if a layer has no window, or if layers keep a state, whose checkpoints need whole prefixes.
+        """
         if not self.windows or None in self.windows or self.state is not None:
             return None
         return max(window for window in self.windows if window is not None)
 
     @property
     def part_window(self) -> int | None:
-        """Return how many positions the farthest-seeing of its layers with a window sees, where others see all; None:
-        there are not both, or states are kept."""
+        """The largest window, if only some layers have one; None otherwise, or if layers keep a state."""
         found = [window for window in self.windows if window is not None]
         return max(found) if 0 < len(found) < len(self.windows) and self.state is None else None
 
     @property
     def context(self) -> int:
-        """Tokens of a sequence, where nothing else is asked for."""
+        """The longest sequence in tokens by default."""
         return min((rope.context for rope in self.ropes), default=self.unroped_context)
 
     @property
     def longest_context(self) -> int:
-        """Return the longest context that may be asked for: more than `context` for longrope only, which then takes its
-        long factors."""
+        """The longest context that may be configured: more than `context` only for longrope, with its long factors."""
         return min(
             (max(rope.context, rope.max_position_embeddings) for rope in self.ropes), default=self.unroped_context
         )
@@ -292,8 +299,8 @@ class ModelSpec:
         return self.folder.stem if is_gguf(self.folder) else self.folder.name
 
     def differs_from_llama(self, experts: bool = False) -> str:
-        """Return the first thing that a layer of the Llama family does not do, but for `experts`; "": all is as
-        there."""
+        """Return the first feature that layers of the Llama family lack, or "". `experts`: a mixture is no such
+        feature."""
         default = TensorNames()
         places = ("before_attention", "after_attention", "before_mlp", "after_mlp")
         found = {
@@ -317,7 +324,8 @@ class ModelSpec:
         return next((what for what, there in found.items() if there), "")
 
     def num_layer_weights(self, chosen_only: bool = False) -> int:
-        """Return the weights of all layers' linears; `chosen_only`: of experts, those that one token meets."""
+        """Return the number of weights of all layers' linears; with `chosen_only`, only of experts that one token
+        uses."""
         total = 0
         for layer in self.layers:
             width = (2 + self.gated) * self.intermediate_size if layer.has_mlp else 0
@@ -342,20 +350,19 @@ class ModelSpec:
         return total + self.num_heads * latent.rank * (latent.nope_dim + latent.value_dim)
 
     def num_expert_weights(self, chosen_only: bool = False) -> int:
-        """Return the weights of all experts among which routers choose; `chosen_only`: of those that one token
-        meets."""
+        """Return the number of weights of all routed experts; with `chosen_only`, of those that one token uses."""
         found = [layer.experts for layer in self.layers if layer.experts is not None]
         counts = (experts.num_chosen if chosen_only else experts.num_experts for experts in found)
         sizes = ((e.latent_size or self.hidden_size) * e.intermediate_size for e in found)
         return (2 + self.gated) * sum(count * size for count, size in zip(counts, sizes, strict=True))
 
     def kv_group(self, form: str, block_size: int) -> KVGroup:
-        """Return the layout of this model's KV in a pool: all layers have the same blocks."""
+        """Return the layout of this model's KV in a pool; all layers share blocks."""
         kind = "paged" if self.latent is None else "latent"
         return KVGroup(kind, len(self.kv_layers), self.num_kv_heads, self.head_dim, form, block_size)
 
     def kv_layout(self, form: str, block_size: int) -> KVLayout:
-        """Return the layout of a pool: its KV, and behind it what layers keep of a sequence."""
+        """Return the layout of a pool: the group of KV, then the group of states if layers keep one."""
         groups = [self.kv_group(form, block_size)]
         if (state := self.state) is not None:
             num_rows = -(-state.num_elements // STATE_ROW)

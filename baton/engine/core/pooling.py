@@ -1,4 +1,4 @@
-"""Pool the hidden states of a prompt into one vector, chunk by chunk: the same bits however it is cut."""
+"""Pool the hidden states of a prompt into one vector, chunk by chunk, with the same bits for any size of chunks."""
 
 from dataclasses import dataclass
 from enum import Enum
@@ -6,11 +6,11 @@ from enum import Enum
 import torch
 from torch import Tensor
 
-_LANES = 64  # sums that the mean is made of: each adds its rows in order, whatever chunk they come in
+_LANES = 64  # partial sums of the mean: each adds its rows in order, whatever chunk they arrive in
 
 
 class Pooling(Enum):
-    """Of the rows of a prompt's tokens, what its vector is. The values are those of the contract."""
+    """How a prompt's rows become one vector. The values are those of the proto."""
 
     LAST = 1
     MEAN = 2
@@ -19,26 +19,25 @@ class Pooling(Enum):
 
 @dataclass(frozen=True, slots=True)
 class PoolingParams:
-    """What is wanted of a prompt that is read and not answered."""
+    """What to return for a prompt that is computed and not answered."""
 
     pooling: Pooling = Pooling.LAST
     normalize: bool = True  # to the length 1
-    dimensions: int = 0  # the first ones of the vector; 0: all
-    label_token_ids: tuple[int, ...] = ()  # in place of a vector the log-probabilities of these behind the prompt
+    dimensions: int = 0  # the first elements of the vector to keep; 0: all
+    label_token_ids: tuple[int, ...] = ()  # instead of a vector, the log-probabilities of these tokens after the prompt
 
 
 class Pooler:
-    """The rows of one prompt so far, which come in order."""
+    """Pools the rows of one prompt, which are added in order."""
 
     def __init__(self, params: PoolingParams):
         self.params = params
         self._num_rows = 0
-        self._row: Tensor | None = None  # the one that is wanted, where it is one
+        self._row: Tensor | None = None  # the last or the first one, if that is the vector
         self._lanes: Tensor | None = None  # fp32 [_LANES, hidden_size]
 
     def add(self, rows: Tensor, begin: int) -> None:
-        """Take rows [R, hidden_size] after the final norm, of the tokens from `begin` on; from 0 again where the prompt
-        is read again."""
+        """Add rows [R, hidden_size] after the final norm, of the tokens from `begin` on. A `begin` of 0 starts anew."""
         if begin == 0:
             self._lanes = None
         self._num_rows = begin + len(rows)

@@ -1,5 +1,8 @@
-"""Bits that are the same wherever they are computed: products of torch, as far as that is up to its libraries, and a
-name for the code that computes, which is another in a build that may compute other bits."""
+"""Make results the same bits on every host, and name the code that computes them.
+
+torch's libraries are told to add in one order. The code's name differs between builds that may compute different
+bits.
+"""
 
 import hashlib
 import os
@@ -13,26 +16,30 @@ ENGINE = Path(__file__).parents[1]
 # long). oneDNN: all instructions but AMX, whose tiles are chosen by the number of rows.
 _ORDER = {"MKL_CBWR": "AUTO,STRICT", "ONEDNN_MAX_CPU_ISA": "AVX512_CORE_FP16"}
 
-# Below baton/engine: from the files of a model to the sums over ranks.
+# Folders below baton/engine whose code the results depend on.
 FOLDERS = (
     "adapters", "attention", "core", "families", "gpu_ranks", "kv", "layers", "models", "native", "parallel", "recurrent",
     "weights",
 )  # fmt: skip
-FILES = ("gguf.py", "protocol.py")  # beside it: where tensors lie, and bounds
+FILES = ("gguf.py", "protocol.py")  # in baton/: where tensors are in a file, and bounds
 SUFFIXES = (".py", ".cpp", ".h")
 
 
 def fix_order_of_sums() -> None:
-    """Tell MKL and oneDNN to add in one order. Both read the environment at the first product of a process: call it
-    before that. What the user has set stays."""
+    """Tell MKL and oneDNN to add in one order, unless the user has set these variables.
+
+    Both read the environment at the first product of a process, so this must be called before.
+    """
     for name, value in _ORDER.items():
         os.environ.setdefault(name, value)
 
 
 @cache
 def computing_code(engine: Path = ENGINE) -> str:
-    """Name the code of FOLDERS below the folder `engine` by a digest. Comments count: too many workers are called
-    unlike, not too few."""
+    """Return a name with a digest of the code in FOLDERS below `engine`.
+
+    Comments count too, so two workers may have different names for the same results, but never the reverse.
+    """
     folders = [f"{engine.name}/{folder}" for folder in FOLDERS]
     return f"code-{digest_of(engine.parent, folders, FILES)[:8]}"
 

@@ -1,5 +1,4 @@
-"""The engine's vocabulary: a request as it enters, and what comes out. Read this first; its states are in
-schedule/states.py."""
+"""Define a request as it enters the engine, and the outputs that leave it. schedule/states.py has its states."""
 
 from dataclasses import dataclass, field
 from enum import Enum
@@ -12,7 +11,7 @@ from kvtransfer.layout import BlockRef
 
 
 class Key(NamedTuple):
-    """Names one attempt at one request; every command and every output carries it."""
+    """The name of one attempt at one request; every command and every output carries it."""
 
     request_id: str
     attempt: int = 0
@@ -20,15 +19,15 @@ class Key(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Speculation:
-    """A request's wishes about proposers. They change the speed of an answer, never its tokens."""
+    """What a request asks of speculation. It changes the speed of an answer, never its tokens."""
 
-    proposer: str = ""  # one that the worker runs, or off; empty: the worker's choice
-    num_tokens: int | None = None  # proposed in each step; 0: none; None: as the worker does
+    proposer: str = ""  # a proposer of the worker, or off; empty: the worker chooses
+    num_tokens: int | None = None  # proposed in each step; None: the worker chooses
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A checked request. `token_ids` is the prompt, and after a migration the output so far behind it (then n is 1)."""
+    """A checked request. `token_ids` is the prompt, followed after a migration by the output so far (then n is 1)."""
 
     key: Key
     token_ids: tuple[int, ...]
@@ -37,23 +36,23 @@ class Request:
     max_tokens: int
     min_tokens: int = 0
     stop_token_ids: frozenset[int] = frozenset()  # with the end-of-sequence ids unless ignore_eos
-    span_hashes: tuple[bytes, ...] = ()  # of token_ids, one per full 64 tokens
+    span_hashes: tuple[bytes, ...] = ()  # of token_ids, one for each full 64 tokens
     chain_parent: bytes = b"\0" * 32  # parent of the next span
     priority: int = 0
     deadline: float = float("inf")  # time.monotonic()
     speculation: Speculation = Speculation()
-    tenant_mark: bytes = b""  # whose it is, opaque: tenants share slots and KV evenly
-    constraint: Constraint | None = None  # that the answer keeps to
-    pooling: PoolingParams | None = None  # the prompt is read for this, and not answered
-    adapter: bytes = b""  # identity of the one that its rows are adapted by; empty: none
-    # The different tokens of the prompt, an array, once a repetition penalty has asked for them: sampler.py's, of the
-    # loop.
+    tenant_mark: bytes = b""  # the tenant, opaque: tenants share slots and KV evenly
+    constraint: Constraint | None = None  # on the answer's text
+    pooling: PoolingParams | None = None  # if set, the prompt is computed for this and not answered
+    adapter: bytes = b""  # identity of its LoRA adapter; empty: none
+    # The distinct tokens of the prompt, an array, once a repetition penalty has needed them; the loop's sampler fills
+    # it.
     prompt_seen: list[Any] = field(default_factory=list, init=False, repr=False, compare=False)
 
     @property
     def reads_cache(self) -> bool:
-        """Return whether a cached prefix may stand for a part of the prompt: not where something is asked of each of
-        its tokens."""
+        """Whether a cached prefix may replace a part of the prompt: not if outputs of each prompt token are asked
+        for."""
         return self.sampling.prompt_logprobs is None and self.pooling is None
 
 
@@ -69,13 +68,13 @@ class TokenLogprobs(NamedTuple):
     top: tuple[tuple[int, float], ...]
 
 
-# ---- what a step gives out ----
+# ---- outputs of steps ----
 
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """KV of a held prefill is written up to here, all layers below `upto_layer`; the event after the last write has
-    passed."""
+    """KV of a held prefill is written, as the device has confirmed: tokens before `upto_token`, layers below
+    `upto_layer`."""
 
     key: Key
     upto_token: int
@@ -91,10 +90,10 @@ class FirstToken:
 
 
 class Waits(NamedTuple):
-    """Seconds for which a request waited to run since there was no room for it."""
+    """Seconds for which a request waited because there was no room for it."""
 
-    place_s: float = 0.0  # in the batch
-    block_s: float = 0.0  # of KV
+    place_s: float = 0.0  # for a slot in the batch
+    block_s: float = 0.0  # for KV blocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,9 +104,9 @@ class PrefillDone:
     prefill_s: float
     num_cached_tokens: int
     num_chunks: int
-    # Of each token of the prompt but the first, where they are asked for.
+    # Of each token of the prompt but the first, if they are asked for.
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
-    pooled: tuple[float, ...] = ()  # the vector of a request with `pooling`, which has no first tokens
+    pooled: tuple[float, ...] = ()  # the result of a request with `pooling`, which has no first tokens
     waits: Waits = Waits()  # of queue_s
 
 
@@ -125,17 +124,17 @@ class TokenRun:
 
 @dataclass(frozen=True, slots=True)
 class DecodeReport:
-    decode_queue_s: float = 0.0  # started to first launched step
+    decode_queue_s: float = 0.0  # from the start of decoding to the first launched step
     first_step_s: float = 0.0
     decode_s: float = 0.0
     num_steps: int = 0
     num_preemptions: int = 0
-    preempted_at: tuple[float, ...] = ()  # time.monotonic(), of the first few
-    # Speculation: steps of a choice with a draft, and tokens by position behind the last one.
+    preempted_at: tuple[float, ...] = ()  # time.monotonic() of the first few
+    # Speculation: steps of a choice with a draft, and tokens by position after the last one.
     num_drafts: int = 0
     proposed_by_position: tuple[int, ...] = ()
     accepted_by_position: tuple[int, ...] = ()
-    speedup: float = 1.0  # of decode_s against plain steps as this engine measured them
+    speedup: float = 1.0  # against plain steps as this engine measured them, over decode_s
     waits: Waits = Waits()  # of decode_queue_s and decode_s
 
     @property
@@ -148,17 +147,18 @@ class DecodeReport:
 
     @property
     def acceptance_by_position(self) -> list[float]:
-        """The share of proposals at each position that the target drew too."""
+        """The share of accepted proposals at each position."""
         pairs = zip(self.accepted_by_position, self.proposed_by_position, strict=True)
         return [accepted / proposed for accepted, proposed in pairs]
 
 
 @dataclass(frozen=True, slots=True)
 class RequestEnded:
-    """Exactly one per key. `error` is empty when the request finished by itself."""
+    """The end of a request, exactly one for each key. `error` is empty if the request finished normally."""
 
     key: Key
-    # cancelled | deadline | constraint: it leaves no token | failed, alone in its step | failed_together, it or another
+    # cancelled | deadline | constraint (it allows no token) | failed (alone in its step) | failed_together (with
+    # others)
     error: str = ""
     message: str = ""
     report: DecodeReport = field(default_factory=DecodeReport)
@@ -171,8 +171,10 @@ Output = Progress | PrefillDone | TokenRun | RequestEnded
 
 
 class Refusal(Exception):
-    """The ledger says no, at once. `reason`: kv_full | queue_full | draining | too_long | no_adapter |
-    adapter_loading | adapter_slots."""
+    """A request that the engine does not admit now.
+
+    `reason`: kv_full | queue_full | draining | too_long | no_adapter | adapter_loading | adapter_slots.
+    """
 
     def __init__(self, reason: str, retry_after_s: float = 0.1):
         super().__init__(reason)
@@ -182,11 +184,12 @@ class Refusal(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Acceptance:
-    """Blocks of the whole prompt, set aside for a held prefill; the first `num_cached_tokens` are ready now."""
+    """The blocks of the whole prompt of a held prefill or an offer; the first `num_cached_tokens` tokens are ready
+    now."""
 
     blocks: tuple[BlockRef, ...]
     num_cached_tokens: int
-    states: tuple[BlockRef, ...] = ()  # of models whose layers keep one: as it stands behind the last token
+    states: tuple[BlockRef, ...] = ()  # for models whose layers keep one: the state after the last token
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,4 +203,4 @@ class LoadReport:
     tokens_per_s: float
     num_draft_tokens: int = 0  # proposed and accepted since the start
     num_accepted_tokens: int = 0
-    ready_adapters: tuple[bytes, ...] = ()  # identities of those in slots; empty where slots have no bound
+    ready_adapters: tuple[bytes, ...] = ()  # identities of adapters in slots; empty if slots are unbounded

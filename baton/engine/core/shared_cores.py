@@ -1,15 +1,15 @@
-"""Divide the cores of a host among the workers that compute on them, and lend to prompts those that others leave idle.
+"""Divide the cores of a host among the workers that compute on it, and lend idle ones to prompts.
 
-On two cores a worker that reads a prompt beside another one with as many threads as cores makes its decoding nine times
+On two cores, a worker that computes a prompt with as many threads as cores makes another worker's decoding nine times
 as slow (36 ms became 327 for 64 tokens of the demo model: each barrier waits for a thread that has no core). So each
-worker has its part; but a lone request is computed by one worker after the other, and the long steps of a prompt, whose
-few barriers wait well, take the cores of those that have nothing to do, too.
+worker has an equal part. But a lone request is computed by one worker after the other, so long steps of a prompt, which
+have few barriers, also take the cores of idle workers.
 
-Containers, and services, may have a quota of the cores' time, which those within divide as well: whoever computes by
-more threads is stopped for most of each tenth of a second.
+Containers and services may have a quota of CPU time, which the workers inside divide too: a process with more threads
+than its quota is stopped for most of each tenth of a second.
 
-The workers meet in a small file of one user: a number for each, by itself written and read without a lock. A lock on
-its byte says that the worker lives; it ends with the process, however that ends.
+The workers of one user share a small file with a number for each, written and read without a lock. A lock on a worker's
+byte says that it lives; the lock ends with the process.
 """
 
 import mmap
@@ -20,19 +20,19 @@ from pathlib import Path
 from baton import system
 
 NUM_PLACES = 64
-# Of a place; from IDLE on the number of threads that compute. Above these bits, where a quota binds, the group that has
-# it.
+# Values of a place: FREE, or IDLE plus the number of computing threads. The bits above hold the group with a binding
+# quota.
 FREE, IDLE = 0, 1
 _GROUP_BITS = 16
-LOOK_S = 1.0  # between two looks for places of workers that have died
+LOOK_S = 1.0  # between two checks for workers that have died
 
 
 class SharedCores:
-    """One worker's place among those of its host. Used by one thread at a time."""
+    """One worker's part of the cores of its host. Used by one thread at a time."""
 
     def __init__(self, folder: Path):
-        """The workers that share a `folder`, and may use the same cores, divide them. Raises OSError, also where all
-        places are taken."""
+        """Join the workers that share a `folder` and may use the same cores. Raises OSError, also if all places are
+        taken."""
         cores, quota = system.cores(), system.cpu_quota()
         mask = sum(1 << core for core in cores)
         path = folder / f"baton-cores-{os.getuid()}-{mask:x}"
@@ -56,13 +56,13 @@ class SharedCores:
 
     @property
     def share(self) -> int:
-        """Threads that this worker has in any case: an equal part of the cores."""
+        """The threads that this worker always has: an equal part of the cores."""
         self._clear_dead()
         return self._part(self._others())
 
     def take(self, is_long: bool) -> int:
-        """Return by how many threads the next step is computed, and tell the others. `is_long`: it may take what they
-        leave idle."""
+        """Return how many threads compute the next step, and tell the other workers. A long step may take idle cores
+        too."""
         if time.monotonic() - self._looked_at > LOOK_S:
             self._clear_dead()
         others = self._others()
@@ -74,11 +74,11 @@ class SharedCores:
         return num_threads
 
     def rest(self) -> None:
-        """Tell the others that nothing is computed here."""
+        """Tell the other workers that this one is idle."""
         self._places[self._own] = self._group | IDLE
 
     def close(self) -> None:
-        """Leave; the cores are divided among the others."""
+        """Leave: the other workers divide the cores."""
         self._places[self._own] = FREE
         os.close(self._fd)
 
@@ -86,7 +86,7 @@ class SharedCores:
         return max(1, min(self._host_cores // (1 + len(others)), self.num_cores // (1 + len(self._within(others)))))
 
     def _within(self, others: list[int]) -> list[int]:
-        """Return those that have this worker's quota; where it has none, those that have none either."""
+        """Return the workers with the same quota as this one, or all without a quota if it has none."""
         return [value for value in others if value >> _GROUP_BITS << _GROUP_BITS == self._group]
 
     def _others(self) -> list[int]:
@@ -101,5 +101,5 @@ class SharedCores:
 
 
 def _computing(places: list[int]) -> int:
-    """Return by how many threads these compute."""
+    """Return how many threads these workers compute with."""
     return sum((place & ((1 << _GROUP_BITS) - 1)) - IDLE for place in places)

@@ -1,4 +1,4 @@
-"""What a layer keeps of a sequence in place of KV: a state of one size, into which every token is folded."""
+"""Describe the recurrent state of a layer: of a fixed size, and every token is folded into it."""
 
 import math
 from abc import ABC, abstractmethod
@@ -7,85 +7,86 @@ from typing import Self
 
 
 class StateSpec(ABC):
-    """Sizes of a layer with a state, in elements. A projected row is gates, channels of a short convolution,
+    """The sizes of a layer with a state, in elements. A projected row has gates, channels of a short convolution,
     scalars."""
 
     __slots__ = ()
-    taps: int  # tokens that the convolution sees
+    taps: int  # tokens that the convolution covers
 
     @property
     def num_norms(self) -> int:
-        """Return the equal parts of a row between the two products that are normed, each by itself; 0: heads are, or
-        none."""
+        """How many equal parts of a row are normed separately before the output product; 0: heads are, or nothing
+        is."""
         return 0
 
     @property
     @abstractmethod
     def parts(self) -> tuple[int, int]:
-        """Heads, each with a state of its own, and groups of them that share channels of the convolution: as many
-        neighbours in each."""
+        """The number of heads, each with a state, and of equal groups of neighbouring heads that share channels."""
 
     @abstractmethod
     def part(self, num_heads: int, num_groups: int) -> Self:
-        """Return the sizes of a part with so many neighbouring heads, and the groups that they are of."""
+        """Return the sizes of a part of the layer with so many neighbouring heads in so many groups."""
 
     @abstractmethod
     def channels(self, heads: range, groups: range) -> tuple[range, ...]:
-        """Return which channels of the convolution are of these heads and of these groups, three runs at most."""
+        """Return the channels of the convolution that belong to these heads and groups, in at most three runs."""
 
     @property
     @abstractmethod
     def inner_size(self) -> int:
-        """Elements of a row between the two products."""
+        """The elements of a row between the input and the output product."""
 
     @property
     @abstractmethod
     def conv_size(self) -> int:
-        """Channels of the convolution."""
+        """The channels of the convolution."""
 
     @property
     @abstractmethod
     def num_scalars(self) -> int:
-        """Elements of a row beside the channels that the recurrence needs."""
+        """The elements of a row that the recurrence needs beside the channels."""
 
     @property
     @abstractmethod
     def recurrence_shape(self) -> tuple[int, ...]:
-        """What the recurrence keeps."""
+        """The shape of the state of the recurrence."""
 
     def first_element(self, head: int) -> int:
-        """Return where in what one layer keeps the recurrence of a head begins."""
+        """Return the index in a layer's state at which the recurrence of a head begins."""
         return self.tail_elements + head * math.prod(self.recurrence_shape[1:])
 
     @property
     def projected_size(self) -> int:
-        """Elements of a row before the convolution."""
+        """The elements of a row before the convolution."""
         return self.inner_size + self.conv_size + self.num_scalars
 
     @property
     def num_selection_weights(self) -> int:
-        """Weights of products between the two."""
+        """The weights of products between the input and the output product."""
         return 0
 
     @property
     def tail_elements(self) -> int:
-        """Of the inputs that the convolution still needs."""
+        """The elements of the inputs that the convolution still needs."""
         return (self.taps - 1) * self.conv_size
 
     @property
     def num_elements(self) -> int:
-        """Of what one layer keeps, in fp32."""
+        """The elements of one layer's state, in fp32."""
         return self.tail_elements + math.prod(self.recurrence_shape)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MambaSpec(StateSpec):
-    """Mamba (arXiv 2312.00752) as Jamba has it: each element of a row has a state of its own. Channels are rows; steps,
-    what is written and what is read are products of them behind the convolution, normed."""
+    """Mamba (arXiv 2312.00752) as in Jamba: each element of a row has a state of its own.
+
+    Channels are rows. Steps, writes and reads are products of the channels after the convolution, normed.
+    """
 
     num_channels: int
     state_size: int
-    step_rank: int  # of the row that steps are made of
+    step_rank: int  # size of the row that steps are made of
     taps: int
     conv_bias: bool = True
     projection_bias: bool = False  # of the products before and behind
@@ -122,7 +123,7 @@ class MambaSpec(StateSpec):
 
     @property
     def selected_sizes(self) -> tuple[int, int, int]:
-        """Elements that steps are made of, that are written, that are read."""
+        """The elements that steps are made of, that are written, and that are read."""
         return self.step_rank, self.state_size, self.state_size
 
     @property
@@ -132,19 +133,21 @@ class MambaSpec(StateSpec):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mamba2Spec(StateSpec):
-    """Mamba-2 (arXiv 2405.21060): of each head `head_dim` rows of `state_size`, and a short convolution before it.
-    Channels are rows, what they write, what they read; scalars are the steps of heads."""
+    """Mamba-2 (arXiv 2405.21060): each head has `head_dim` rows of `state_size`, after a short convolution.
+
+    Channels are rows, writes and reads; scalars are the steps of heads.
+    """
 
     num_heads: int
     head_dim: int
-    num_groups: int  # of heads, that share what is written and what is read
+    num_groups: int  # groups of heads that share writes and reads
     state_size: int
     taps: int
     conv_bias: bool = True
     projection_bias: bool = False  # of the products before and behind
     step_limit: tuple[float, float] = (0.0, float("inf"))
-    norm_groups: int = 1  # equal parts of the rows behind, each normed by itself; 0: they are not normed
-    norm_first: bool = False  # before they are gated
+    norm_groups: int = 1  # equal parts of the output rows, each normed separately; 0: not normed
+    norm_first: bool = False  # normed before they are gated
     eps: float = 1e-5
 
     def __post_init__(self) -> None:
@@ -190,16 +193,18 @@ class Mamba2Spec(StateSpec):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeltaNetSpec(StateSpec):
-    """Gated delta net (arXiv 2412.06464): of each head a table from keys to values. Channels are queries, keys, values;
-    scalars are of each head how much is written and how much is forgotten."""
+    """Gated delta net (arXiv 2412.06464): each head has a table from keys to values.
+
+    Channels are queries, keys and values; scalars say for each head how much is written and how much is forgotten.
+    """
 
     num_heads: int  # of values
-    num_key_heads: int  # each serves as many neighbouring heads
+    num_key_heads: int  # each serves an equal number of neighbouring heads of values
     key_dim: int  # of a head
     value_dim: int
     taps: int
     eps: float = 1e-6
-    is_split: bool = False  # stored are gates, channels and both scalars, in place of what each head of keys serves
+    is_split: bool = False  # the weights are stored by gates, channels and scalars, not by heads of keys
 
     def __post_init__(self) -> None:
         """Raise ValueError for sizes that contradict each other."""
@@ -236,5 +241,5 @@ class DeltaNetSpec(StateSpec):
 
 
 def _elements(heads: range, size: int, first: int = 0) -> range:
-    """The elements of neighbouring heads of `size` each, of which the first one begins at `first`."""
+    """Return the elements of neighbouring heads of `size` each, when head 0 begins at `first`."""
     return range(first + heads.start * size, first + heads.stop * size)
