@@ -1,11 +1,10 @@
-"""The memory that steps take beside weights and pool, as measured: the most of any step so far.
+"""Measure the peak memory of steps beside weights and pool.
 
-On a CPU it is the native kernels' scratch, which their threads keep as long as they live, and what was allocated
-between a step's begin and the looks that are taken within it, by malloc's own books: when the last layer has been left
-and when the logits are there. What torch's layers (without the native kernels) free before their layer ends is not
-seen. Only steps larger than those before are looked at: malloc counts its free pieces for every look, 17 ms with
-100,000 of them. On a GPU it is what torch's allocator holds beyond what it held before the first step: tensors of
-steps, and the buffers of graphs.
+On a CPU that is the native kernels' scratch memory, which their threads keep, and what malloc reports as allocated
+since the step began, looked at after the last layer and after the logits. Memory that torch's layers (without native
+kernels) free before their layer ends is missed. Only steps larger than all before are looked at: for every look malloc
+counts its free pieces, 17 ms for 100,000 of them. On a GPU it is what torch's allocator holds beyond what it held
+before the first step: tensors of steps and buffers of graphs.
 """
 
 import ctypes
@@ -16,20 +15,20 @@ import torch
 from baton import system
 from baton.engine import native
 
-_LARGER = 1.2  # so a step of 512 tokens is reached in 35 looks at the most
+_LARGER = 1.2  # so steps of 512 tokens are reached in at most 35 looks
 
 
 class HeapActivations:
-    """Belongs to the loop's thread; `num_bytes` to any."""
+    """Measures on a CPU. Belongs to the loop's thread; any thread may read `num_bytes`."""
 
     def __init__(self) -> None:
         self._transient = 0
         self._heap, self._scratch = 0, 0  # when the step began
-        self._num_rows, self._num_logits = 0, 0  # of the largest steps that were looked at
+        self._num_rows, self._num_logits = 0, 0  # of the largest steps measured
         self._is_looking = False
 
     def begin(self, num_rows: int, num_logits: int) -> None:
-        """Begin a step of `num_rows` tokens and `num_logits` rows of logits."""
+        """Note the begin of a step with `num_rows` tokens and `num_logits` rows of logits."""
         self._is_looking = num_rows > _LARGER * self._num_rows or num_logits > _LARGER * self._num_logits
         if self._is_looking:
             self._num_rows, self._num_logits = max(num_rows, self._num_rows), max(num_logits, self._num_logits)
@@ -47,17 +46,17 @@ class HeapActivations:
 
 
 class DeviceActivations:
-    """Made when the weights are loaded."""
+    """Measures on a GPU, relative to the memory at its making, when the weights are loaded."""
 
     def __init__(self, device: torch.device):
         self._device = device
         self._at_rest = torch.cuda.memory_allocated(device)
 
     def begin(self, num_rows: int, num_logits: int) -> None:
-        """The allocator keeps its own books."""
+        """Do nothing: the allocator keeps count."""
 
     def look(self) -> None:
-        """As for `begin`."""
+        """Do nothing: the allocator keeps count."""
 
     @property
     def num_bytes(self) -> int:
@@ -69,7 +68,7 @@ def activations_on(device: torch.device) -> HeapActivations | DeviceActivations:
 
 
 def _heap_bytes() -> int:
-    """Allocated by malloc and in use."""
+    """Return the bytes that malloc has allocated and not freed."""
     return system.heap_bytes().get("used", 0)
 
 

@@ -1,4 +1,4 @@
-"""Put an engine's parts together, read from a model folder onto its device."""
+"""Build an engine's parts from a model folder, on its device."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -49,13 +49,13 @@ from baton.engine.speculation.proposers.selection import make_proposers
 from baton.lines import one_line
 
 MemoryFor = Callable[[int], SharedMemory]  # num_bytes -> host memory
-GpuMemoryFor = Callable[[int, torch.device], Any]  # num_bytes, device -> what has the CUDA array interface
-StartRanks = Callable[..., Started]  # start_ranks of ranks/spawn.py
+GpuMemoryFor = Callable[[int, torch.device], Any]  # num_bytes, device -> an object with the CUDA array interface
+StartRanks = Callable[..., Started]  # see start_ranks of ranks/spawn.py
 MakeProposers = Callable[[EngineConfig, Model], Sequence[Proposer]]
 
 
 class EngineParts(NamedTuple):
-    """What Engine takes."""
+    """The arguments of Engine."""
 
     config: EngineConfig  # resolved
     model: Model
@@ -70,9 +70,11 @@ def load_parts(
     config: EngineConfig, identity: bytes, memory_for: MemoryFor | None, gpu_memory_for: GpuMemoryFor | None,
     make: MakeProposers | None, joining: Joining | None,
 ) -> EngineParts:  # fmt: skip
-    """Load the parts of Engine.load. `make`: in place of the proposers that the config names; `joining`: where ranks of
-    other hosts join, whose model must have this `identity`. Raises ValueError for settings without effect on this
-    device, and what reading the model raises."""
+    """Load the parts of an engine, and raise ValueError for settings without effect on its device.
+
+    `make` makes the proposers instead of those that the config names. `joining` is where ranks of other hosts join;
+    their model must have this `identity`. Raises what reading the model raises.
+    """
     device = find_device(config.device)
     if device.type == "cpu" and config.gpu_memory_utilization is not None:
         raise ValueError("gpu_memory_utilization has no effect on a CPU; size the pool with num_blocks")
@@ -103,7 +105,7 @@ def load_parts(
 
 @contextmanager
 def explained(device: torch.device, config: EngineConfig) -> Iterator[None]:
-    """Turn running out of a GPU's memory into one line, a ValueError."""
+    """Turn an out-of-memory error of the GPU into a ValueError of one line."""
     try:
         yield
     except torch.cuda.OutOfMemoryError as error:
@@ -118,8 +120,11 @@ def explained(device: torch.device, config: EngineConfig) -> Iterator[None]:
 def _of_ranks(
     config: EngineConfig, spec: ModelSpec, memory_for: MemoryFor, make: MakeProposers, start: StartRanks
 ) -> EngineParts:
-    """All ranks read their parts at the same time, this process those of the first. They write one pool, each its heads
-    or its layers: whoever takes KV from here, or brings it, meets a worker like any other."""
+    """Load the parts of an engine of several ranks on CPUs; this process is the first rank.
+
+    All ranks load at the same time, and write one pool, each its heads or its layers. So KV transfers are the same as
+    for a worker of one process.
+    """
     degree = config.tensor_parallel
     if why := unfit_for_ranks(spec, Shard(0, degree, config.expert_parallel)) if degree > 1 else "":
         raise ValueError(f"tensor_parallel {degree}: {why}")
@@ -154,8 +159,10 @@ def _of_ranks(
 
 
 def _check_pool(config: EngineConfig, model: Model, weights: Sequence[WeightReport]) -> None:
-    """Raise ValueError for a pool that this host has no memory for beside the `weights` of all ranks. Of stages on
-    other hosts nobody here knows that."""
+    """Raise ValueError if this host has no memory for the pool beside the `weights` of all ranks.
+
+    Does nothing with stages on other hosts, whose memory is unknown here.
+    """
     if not config.remote_stages:
         layout = model.spec.kv_layout(config.kv_dtype, config.block_size)
         pool_bytes = layout.pool_bytes(config.num_blocks, config.num_states or 0)
@@ -166,7 +173,7 @@ def _check_pool(config: EngineConfig, model: Model, weights: Sequence[WeightRepo
 def _on_gpu(
     config: EngineConfig, spec: ModelSpec, device: torch.device, memory_for: GpuMemoryFor | None, make: MakeProposers
 ) -> EngineParts:
-    """The pool gets what is left after the weights and one step of the largest kind."""
+    """Load the parts on a GPU; the pool gets the memory left by the weights and the largest step."""
     loaded = widest(config, spec)
     wait_for_memory(partial(Memory.of, device), memory_share(config))
     model = load_model(loaded, device)
@@ -185,28 +192,30 @@ def _on_gpu(
 
 
 def widest(config: EngineConfig, spec: ModelSpec) -> EngineConfig:
-    """Return the config for what is loaded before the pool has its size: for the longest context that could fit."""
+    """Return the config to load with before the pool's size is known: with the longest context that could fit."""
     return resolve(config if config.num_blocks else replace(config, num_blocks=MAX_NUMBER), spec)
 
 
 def use_launchers(proposers: Sequence[Proposer]) -> None:
-    """Have draft models on a GPU launched as the model itself is."""
+    """Give draft models on a GPU a launcher as the model has."""
     for proposer in proposers:
         proposer.use_launcher(draft_launcher)
 
 
 @torch.inference_mode()
 def draft_launcher(model: Model, pool: KVPool, config: EngineConfig) -> GpuLauncher:
-    """Make what launches a draft model on a GPU. Its graphs are of one token a sequence, and of those that it lacks."""
+    """Return a warmed-up launcher of a draft model on a GPU. It has graphs for one token a sequence and for more."""
     launcher = GpuLauncher(model, pool, config, True)
     launcher.warm_up(config)
     return launcher
 
 
 def gpu_sizes(config: EngineConfig, model: Model, speculates: bool) -> tuple[int | None, int | None]:
-    """Return the blocks that fit behind the weights, the adapters and one step of the largest kind, None where blocks
-    have no bytes; and of a model whose layers keep a state the blocks for these, as given or those that fit. Raises
-    ValueError where too few do."""
+    """Return how many KV blocks and state blocks fit beside the weights, the adapters and the largest step.
+
+    KV blocks are None if they have no bytes; state blocks are as configured, if the config says. Raises ValueError if
+    too few fit.
+    """
     used = step_bytes(model, config, speculates)
     layout = model.kv_layout(config.kv_dtype, config.block_size)
     least = layout.num_blocks(min(config.max_model_len, config.max_num_batched_tokens))
@@ -228,9 +237,11 @@ def gpu_sizes(config: EngineConfig, model: Model, speculates: bool) -> tuple[int
 
 
 def adapter_bytes(config: EngineConfig, model: Model) -> int:
-    """Return what the adapters that the config names take once they are ready: all of them, or as many of the largest
-    as there are slots, and one more, which is made ready before it has a slot. Raises ModelError for one that cannot
-    be."""
+    """Return the bytes of the configured adapters once they are ready.
+
+    With adapter_slots these are the slots and one more, which is made ready before it has a slot, each as large as the
+    largest adapter. Raises ModelError for an adapter that does not fit the model.
+    """
     folders = config.adapter_folders.items()
     sizes = [model.make_adapter(name, model.read_adapter(folder)).num_bytes for name, folder in folders]
     return sum(sizes) if config.adapter_slots is None else (config.adapter_slots + 1) * max(sizes, default=0)
@@ -239,7 +250,7 @@ def adapter_bytes(config: EngineConfig, model: Model) -> int:
 def make_pool(
     config: EngineConfig, model: Model, memory_for: Callable[[int], Any] | None, kind: type[KVPool] = KVPool
 ) -> KVPool:
-    """Return the pool of a model, in memory of its own where `memory_for` is None."""
+    """Return a pool for a model, in memory of its own if `memory_for` is None."""
     layout, num_states = model.kv_layout(config.kv_dtype, config.block_size), config.num_states or 0
     is_part = model.device == CPU and model.attention.skips_outside
     num_blocks = num_places(config.num_blocks, layout, model.spec.windows) if is_part else config.num_blocks
@@ -248,7 +259,7 @@ def make_pool(
 
 
 def make_ledger(config: EngineConfig, model: Model, pool: KVPool) -> Ledger:
-    """Return the ledger of a pool: with parts where that has places for more than the whole blocks of the config."""
+    """Return the ledger of a pool. It has parts if the pool has more block ids than the config has whole blocks."""
     spec, block_size, most, parts = model.spec, pool.layout.block_size, config.max_num_batched_tokens, None
     num_blocks, window = pool.num_blocks, Window(spec.kv_window, block_size, most)
     if spec.part_window is not None and config.num_blocks is not None and config.num_blocks < num_blocks:

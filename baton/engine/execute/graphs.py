@@ -1,12 +1,12 @@
-"""Steps as CUDA graphs: one launch instead of one per kernel.
+"""Run steps as CUDA graphs: one launch instead of one for each kernel.
 
-Decode   all sequences have the same number of tokens, one, or one and as many proposals: a ladder of batch sizes for
-         each such width
-Chunks   of one prompt alone, up to MAX_CHUNK tokens: every CHUNK_STEP tokens
+Decode   every sequence has one token, or one and the same number of proposals: a ladder of batch sizes
+         for each such width
+Chunks   a step with a chunk of one prompt alone, up to MAX_CHUNK tokens: a graph for every CHUNK_STEP tokens
 
-A step runs in the next larger graph of its kind; graphs read the same buffers (inputs.py), leave their outputs in the
-same ones, and share one pool of memory, the largest captured first so that the others fit into what it took. Larger
-chunks, several of them, and steps that mix widths run eagerly.
+A step runs in the next larger graph of its kind. All graphs read the same input buffers (inputs.py), write the same
+output buffers and share one memory pool; the largest is captured first, so that the others fit into its memory. Larger
+chunks, several chunks, and steps that mix widths run eagerly.
 """
 
 from bisect import bisect_left
@@ -22,11 +22,11 @@ from baton.engine.models.decoder import Model
 from baton.engine.parallel.collectives import RankLost
 from baton.protocol import MAX_DRAFT_TOKENS
 
-Outputs = tuple[Tensor, Tensor]  # of the rows that want logits: hidden [R, hidden_size], logits fp32 [R, vocab_size]
+Outputs = tuple[Tensor, Tensor]  # of the rows with logits: hidden [R, hidden_size], logits fp32 [R, vocab_size]
 Capture = Callable[[Callable[[], Outputs]], tuple[Callable[[], None], Outputs]]
-MAX_CHUNK = 512  # tokens; of more, launching takes a small part of the time
-CHUNK_STEP = 64  # above attention's FEW_QUERIES: a chunk is never split by its positions
-NUM_WARM_RUNS = 2  # before a capture: kernels are compiled, libraries take their workspaces
+MAX_CHUNK = 512  # tokens; launching takes a small part of the time of longer ones
+CHUNK_STEP = 64  # above attention's FEW_QUERIES, so that a chunk is never split by its positions
+NUM_WARM_RUNS = 2  # before a capture, so that kernels are compiled and libraries have their workspaces
 
 
 class StepGraphs:
@@ -36,8 +36,11 @@ class StepGraphs:
         self, model: Model, pool: KVPool, inputs: StepInputs, sizes: Sequence[int], widths: Sequence[int],
         chunks: Sequence[int], max_kv_len: int, capture: Capture,
     ):  # fmt: skip
-        """`sizes`: sequences, ascending; `widths`: tokens of each; `chunks`: tokens of a prompt, ascending;
-        `capture(run)` -> (replay, its outputs)."""
+        """Capture the graphs of decode steps, `sizes` (sequences, ascending) by `widths` (tokens of each), and of
+        `chunks`.
+
+        `chunks`: tokens, ascending. `capture(run)` returns a function that replays the graph, and its outputs.
+        """
         self._model, self._pool, self._inputs, self._max_kv_len = model, pool, inputs, max_kv_len
         self._sizes, self._chunks = tuple(sizes), tuple(chunks)
         self._num_blocks = pool.layout.num_blocks(max_kv_len)
@@ -45,7 +48,8 @@ class StepGraphs:
         shapes = [self._shape(size, width) for width in widths for size in sizes]
         shapes += [self._chunk_shape(size) for size in chunks]
         largest = max(shape.num_rows for shape in shapes)
-        # Of all graphs: logits of each would take 0.5 MB a row and vocabulary of 128k, 1.4 GB for a ladder up to 256.
+        # Shared by all graphs: separate logits would take 0.5 MB a row with a vocabulary of 128k, 1.4 GB for sizes up
+        # to 256.
         self._hidden = torch.empty(largest, model.spec.hidden_size, dtype=model.dtype, device=pool.device)
         self._logits = torch.empty(largest, model.spec.vocab_size, dtype=torch.float32, device=pool.device)
         for shape in sorted(shapes, key=lambda shape: shape.num_tokens, reverse=True):
@@ -55,7 +59,7 @@ class StepGraphs:
         return len(self._graphs)
 
     def shape_for(self, batch: ForwardBatch) -> StepShape | None:
-        """Return the shape of the graph that a step runs in; None: it has none."""
+        """Return the shape of the graph that a step runs in, or None if there is none."""
         seqs = batch.seqs
         width, num_tokens, num_rows = seqs[0].query_len, len(batch.token_ids), len(batch.logit_rows)
         if num_tokens == len(seqs) * width == num_rows and len(seqs) <= self._sizes[-1]:
@@ -66,8 +70,11 @@ class StepGraphs:
         return None
 
     def run(self, batch: ForwardBatch, shape: StepShape, before: Tensor | None = None) -> Outputs:
-        """Replay the graph of `shape` on `batch`, made on the host; `before`: tokens int64 [R] of the launch before it.
-        Returns hidden [R, hidden_size] and logits fp32 [R, vocab_size], which last until the next run."""
+        """Replay the graph of `shape` on `batch`, which is on the host.
+
+        `before`: int64 [R], tokens of the previous launch. Returns hidden [R, hidden_size] and logits fp32 [R,
+        vocab_size], which the next run overwrites.
+        """
         self._inputs.send_padded(batch, shape, before)
         replay, (hidden, logits) = self._graphs[shape]
         replay()
@@ -75,7 +82,7 @@ class StepGraphs:
         return hidden[:num_rows], logits[:num_rows]
 
     def replay(self, num_seqs: int) -> None:
-        """Replay the graph of plain decode for `num_seqs` sequences, on its inputs as they are."""
+        """Replay the graph of plain decode for `num_seqs` sequences on the inputs that are in its buffers."""
         size = self._sizes[bisect_left(self._sizes, num_seqs)]
         self._graphs[self._shape(size, 1)][0]()
 
@@ -86,7 +93,8 @@ class StepGraphs:
         return StepShape(size, 1, 1, self._num_blocks, self._pool.states is not None)
 
     def _step(self, shape: StepShape) -> Callable[[], Outputs]:
-        """Make new views in every call: the pool's cache of a step, keyed by its tensors, is then built again too."""
+        """Return a function that runs a step of this shape. Every call makes new views, so the pool's cache is rebuilt
+        too."""
         width = shape.num_tokens // shape.num_seqs
 
         def run() -> Outputs:
@@ -100,8 +108,10 @@ class StepGraphs:
 
 
 def first_step(width: int, num_rows: int, has_states: bool) -> ForwardBatch:
-    """Return a step of one sequence of `width` tokens, the last `num_rows` with logits, on the host. It is in the
-    pool's first blocks, that no request has before serving."""
+    """Return a step of one sequence of `width` tokens, the last `num_rows` with logits, on the host.
+
+    It writes to the pool's first blocks, which no request has before serving.
+    """
     block_ids = torch.zeros(width, dtype=torch.int64, device="cpu")
     rows = torch.arange(width, device="cpu")
     seqs = [SeqSlice(0, width, width, block_ids, FIRST_STATE if has_states else None)]
@@ -109,7 +119,7 @@ def first_step(width: int, num_rows: int, has_states: bool) -> ForwardBatch:
 
 
 def ladder(max_num_seqs: int) -> list[int]:
-    """Batch sizes: at most an eighth of a step is padding from 8 sequences on."""
+    """Return the batch sizes of graphs; from 8 sequences on, at most an eighth of a step is padding."""
     sizes = [1, 2, 4]
     while sizes[-1] < max_num_seqs:
         sizes.append(sizes[-1] + max(4, sizes[-1] // 64 * 8, 8 if sizes[-1] >= 8 else 0))
@@ -117,22 +127,22 @@ def ladder(max_num_seqs: int) -> list[int]:
 
 
 def widths(speculates: bool, num_draft_tokens: int | None) -> list[int]:
-    """Tokens of a sequence in one step: its last one, and proposals."""
+    """Return the numbers of tokens that a decoding sequence may have in a step: its last one, and proposals."""
     if not speculates:
         return [1]
     return [1, num_draft_tokens + 1] if num_draft_tokens else [1, 2, 3, 4, 5, 9, MAX_DRAFT_TOKENS + 1]
 
 
 def chunk_sizes(most: int) -> list[int]:
-    """Return the tokens of the chunks that have graphs; `most`: of any chunk."""
+    """Return the tokens of the chunks that have graphs, when no chunk has more than `most`."""
     return list(range(CHUNK_STEP, min(most, MAX_CHUNK) + 1, CHUNK_STEP))
 
 
 class CudaCapture:
-    """`Capture` on the current device."""
+    """Captures a function as a CUDA graph on the current device."""
 
     def __init__(self, stream: torch.cuda.Stream | None = None):
-        """`stream`: to capture on, where the kernels belong to a green context; None: one is made."""
+        """Take the stream of a green context to capture on, or None for a new stream."""
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = stream
 
@@ -150,11 +160,11 @@ class CudaCapture:
 
 
 class AgreedCapture:
-    """`Capture` by several ranks: what one of them cannot capture, none does. A graph has rows of padding in the sums
-    of all."""
+    """Captures on several ranks: if one rank fails, none captures, since a graph's padding takes part in sums of
+    all."""
 
     def __init__(self, capture: Capture, least: Callable[[int], int]):
-        """`least`: the smallest number that a rank calls it with; all ranks call it together."""
+        """Take a rank's capture and `least`, which all ranks call together and which returns the smallest argument."""
         self._capture, self._least = capture, least
 
     def __call__(self, run: Callable[[], Outputs]) -> tuple[Callable[[], None], Outputs]:
@@ -163,7 +173,7 @@ class AgreedCapture:
             captured = self._capture(run)
         except RankLost:
             raise
-        except Exception as error:  # a kernel for which a GPU has too little is no RuntimeError
+        except Exception as error:  # a kernel that needs more than the GPU has raises no RuntimeError
             why = f"{type(error).__name__}: {error}"
         if not self._least(int(captured is not None)) or captured is None:
             raise RuntimeError(why)

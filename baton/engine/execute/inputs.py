@@ -1,17 +1,15 @@
-"""Send a step's inputs to a GPU: packed on the host in pinned memory, in one copy that no thread waits for.
+"""Send a step's inputs to a GPU in one asynchronous copy from pinned memory.
 
     int64   token_ids [T]   positions [T]   slots [T]   logit_rows [R]
-    int32   query_starts [S + 1]   kv_lens [S]   and, of models whose layers keep a state, states [S, STATE_FIELDS]
-    block table, rows that have changed: int64 [C], which   int32 [C, columns], their block ids
+    int32   query_starts [S + 1]   kv_lens [S]   states [S, STATE_FIELDS] (of models whose layers keep a state)
+    changed rows of the block table: int64 [C], their indices   int32 [C, columns], their block ids
 
-The block table stays on the device, [S, N]: of 256 sequences with contexts of 131,072 tokens it has 4 MB, and a step of
-decode changes a row in 32.
+The block table [S, N] stays on the device: for 256 sequences with contexts of 131,072 tokens it takes 4 MB, and a
+decode step changes one row in 32.
 
-Where a step goes into a CUDA graph it is padded to the graph's shape: sequences of padding repeat the step's shortest,
-so that whatever they write is what is there already (they fold nothing into a state: rows behind that are copied to
-theirs); tokens behind the end of a chunk are no sequence's, and are not
-written. Tokens that the step before has yet to draw are filled in on the
-device, behind the copy.
+For a CUDA graph a step is padded to the graph's shape. Padding sequences repeat the shortest sequence, so that they
+write what is there already; they do not change states. Padding tokens after a chunk belong to no sequence and are not
+written. Tokens that the previous step is still drawing are filled in on the device, after the copy.
 """
 
 from collections.abc import Sequence
@@ -22,13 +20,13 @@ from torch import Tensor
 
 from baton.engine.core.batch import STATE_FIELDS, ForwardBatch, SeqSlice, SeqTable, known_ids, state_fields
 
-NUM_LONGS = 4  # parts of int64; those of int32 follow
-ALIGNMENT = 16  # bytes, that Triton's kernels are specialized by
+NUM_LONGS = 4  # the first parts are int64, the others int32
+ALIGNMENT = 16  # bytes; Triton specializes kernels by it
 
 
 @dataclass(frozen=True, slots=True)
 class StepShape:
-    """Tokens, logit rows, sequences, and columns of the block table; whether sequences have states."""
+    """Numbers of tokens, logit rows, sequences and columns of the block table; whether sequences have states."""
 
     num_tokens: int
     num_rows: int
@@ -38,14 +36,17 @@ class StepShape:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Return the elements of each of StepViews' parts, in order: NUM_LONGS of int64, the others of int32."""
+        """The elements of each part of StepViews, in order: NUM_LONGS parts of int64, then int32."""
         tokens, seqs = self.num_tokens, self.num_seqs
         return tokens, tokens, tokens, self.num_rows, seqs + 1, seqs, seqs * STATE_FIELDS * self.has_states
 
     @property
     def offsets(self) -> tuple[int, ...]:
-        """Return the byte at which each part begins, and the end. Every part is aligned, whatever the counts are: a
-        kernel that is compiled for aligned arguments would else be compiled once more while requests wait."""
+        """The byte at which each part begins, and the end.
+
+        Every part is aligned for any counts: otherwise kernels would be compiled again for unaligned arguments while
+        requests wait.
+        """
         places = [0]
         for index, size in enumerate(self.sizes):
             places.append(places[-1] + aligned(size * (8 if index < NUM_LONGS else 4)))
@@ -58,7 +59,7 @@ class StepShape:
 
 @dataclass(frozen=True, slots=True)
 class StepViews:
-    """Views of one buffer, as the module says."""
+    """The parts of one buffer, as views of it."""
 
     token_ids: Tensor
     positions: Tensor
@@ -79,11 +80,13 @@ class StepViews:
 
 
 def aligned(num_bytes: int) -> int:
+    """Round up to a multiple of ALIGNMENT."""
     return num_bytes + -num_bytes % ALIGNMENT
 
 
 def changed_views(buffer: Tensor, begin: int, num_rows: int, columns: int) -> tuple[Tensor, Tensor, int]:
-    """Return views of the table's changed rows, int64 [C] and int32 [C, columns], and where they end."""
+    """Return views of the changed rows' indices int64 [C] and block ids int32 [C, columns], and the byte of their
+    end."""
     middle = begin + aligned(num_rows * 8)
     end = middle + num_rows * columns * 4
     rows = buffer[middle:end].view(torch.int32).view(num_rows, columns)
@@ -91,30 +94,31 @@ def changed_views(buffer: Tensor, begin: int, num_rows: int, columns: int) -> tu
 
 
 class StepInputs:
-    """The buffers of one engine: one on the device, which steps read in turn, and two on the host, since that of the
-    step in flight may not have been copied yet. Belongs to the loop's thread."""
+    """The input buffers of one engine: one on the device, and two on the host, used in turn.
+
+    The other host buffer may still be being copied for the step in flight. Belongs to the loop's thread.
+    """
 
     def __init__(self, device: torch.device, largest: StepShape):
         self.device = device
         pinned = device.type == "cuda"
-        largest = replace(largest, num_seqs=largest.num_seqs + 1)  # the warm-up has a chunk beside all of them
+        largest = replace(largest, num_seqs=largest.num_seqs + 1)  # the warm-up has a chunk beside all sequences
         num_seqs, columns = largest.num_seqs, largest.num_blocks
         size = largest.num_bytes + aligned(8 * num_seqs) + 4 * num_seqs * columns
         self._hosts = [torch.zeros(size, dtype=torch.uint8, device="cpu", pin_memory=pinned) for _ in range(2)]
         self._turn = 0
         self._target = torch.zeros(size, dtype=torch.uint8, device=device)
         self._table = torch.zeros(num_seqs, columns, dtype=torch.int32, device=device)
-        # Of each row of the table, the block ids that it was made of; a sequence whose blocks change has another
-        # tensor.
+        # The block ids that each row of the table was copied from; when a sequence's blocks change it has a new tensor.
         self._rows: list[Tensor | None] = [None] * num_seqs
 
     @property
     def num_bytes(self) -> int:
-        """Return the bytes that it has on the device."""
+        """The bytes of its buffers on the device."""
         return self._target.nbytes + self._table.nbytes
 
     def static(self, shape: StepShape, max_query_len: int, max_kv_len: int) -> ForwardBatch:
-        """Return a batch of this shape over the device's buffer, with the values last sent with that shape."""
+        """Return a batch over the device's buffer, with the values last sent in this shape."""
         parts = StepViews.of(self._target, shape)
         block_ids = self._table[: shape.num_seqs, : shape.num_blocks]
         states = parts.states.view(-1, STATE_FIELDS) if shape.has_states else None
@@ -122,8 +126,10 @@ class StepInputs:
         return ForwardBatch(parts.token_ids, parts.positions, parts.slots, [], parts.logit_rows, table)
 
     def send(self, batch: ForwardBatch, before: Tensor | None = None) -> ForwardBatch:
-        """Send `batch`, made on the host, unpadded. `before` int64 [R]: tokens of the launch before, on the device. The
-        step before that one must have passed."""
+        """Send `batch` from the host, unpadded, and return it on the device.
+
+        `before`: int64 [R] on the device, tokens of the previous launch. The launch before that must have passed.
+        """
         shape = shape_of(batch.seqs, len(batch.logit_rows))
         max_query_len, max_kv_len = (max(getattr(seq, name) for seq in batch.seqs) for name in ("query_len", "kv_len"))
         self._fill(batch, shape, before)
@@ -133,8 +139,11 @@ class StepInputs:
         return replace(sent, seqs=seqs, adapters=batch.adapters)
 
     def send_padded(self, batch: ForwardBatch, shape: StepShape, before: Tensor | None = None) -> None:
-        """Send `batch` padded to `shape`: sequences of one number of tokens that want the logits of every row, or a
-        chunk of one that wants one row's at most. `before` int64 [R]: tokens of the launch before."""
+        """Send `batch` from the host, padded to `shape`.
+
+        `batch`: sequences with the same number of tokens and logits of every row, or one chunk with at most one row of
+        logits. `before`: int64 [R], tokens of the previous launch.
+        """
         self._fill(batch, shape, before)
 
     def _fill(self, batch: ForwardBatch, shape: StepShape, before: Tensor | None) -> None:
@@ -163,7 +172,7 @@ class StepInputs:
             token_ids.copy_(known_ids(token_ids, before))
 
     def _copy(self, host: Tensor, num_bytes: int, tables: Sequence[Tensor]) -> None:
-        """Copy `num_bytes`, and behind them the rows of the block table that differ from those on the device."""
+        """Copy `num_bytes` and the rows of the block table that differ from those on the device."""
         changed = [row for row, block_ids in enumerate(tables) if block_ids is not self._rows[row]]
         if not changed:
             self._target[:num_bytes].copy_(host[:num_bytes], non_blocking=True)
@@ -190,6 +199,7 @@ class StepInputs:
 
 
 def pad_chunk(parts: StepViews, num_tokens: int, num_rows: int) -> None:
+    """Fill the rows after a chunk's tokens, so that no KV is written for them."""
     parts.token_ids[num_tokens:] = 0
     parts.positions[num_tokens:] = 0
     parts.slots[num_tokens:] = -1
@@ -197,7 +207,7 @@ def pad_chunk(parts: StepViews, num_tokens: int, num_rows: int) -> None:
 
 
 def shape_of(seqs: Sequence[SeqSlice], num_rows: int) -> StepShape:
-    """Return the shape of a step without padding."""
+    """Return the shape of an unpadded step."""
     num_blocks = max(len(seq.block_ids) for seq in seqs)
     num_tokens, has_states = sum(seq.query_len for seq in seqs), seqs[0].state is not None
     return StepShape(num_tokens, num_rows, len(seqs), num_blocks, has_states)

@@ -1,4 +1,4 @@
-"""Launch a step: directly on a CPU; on a GPU its inputs are sent there first, and it runs as a graph if there is
+"""Launch steps on a CPU or a GPU. On a GPU the inputs are sent first, and a step runs as a CUDA graph if there is
 one."""
 
 import logging
@@ -42,24 +42,24 @@ Draw = Callable[[Tensor], Tensor]  # logits fp32 [R, vocab_size] -> token ids in
 
 
 class LaunchedTokens:
-    """The tokens that a launch draws."""
+    """The tokens that a launch draws on the device."""
 
     def __init__(self, drawn: Tensor):
         self.drawn = drawn  # int64 [R], on the device
 
     def read(self) -> list[int]:
-        """Waits for the launch to pass."""
+        """Wait for the launch and return its tokens."""
         return self.drawn.tolist()
 
 
 class Launcher:
-    """The model and its pool on a CPU."""
+    """Launches steps of a model on a CPU."""
 
-    compiling: CompileWatch | None = None  # of kernels that are compiled when they are first needed
-    overlaps = False  # a step is launched while the one before it computes; on a CPU both would share its cores
-    depth = 2  # steps in flight at the most, where they overlap
-    num_stages = 1  # that compute steps of different sequences at a time
-    draws = True  # a launch draws its tokens, from which the next one continues before they are read
+    compiling: CompileWatch | None = None  # watches kernels that are compiled when they are first used
+    overlaps = False  # whether a step is launched while another computes; on a CPU both would share the cores
+    depth = 2  # the most steps in flight, if they overlap
+    num_stages = 1  # pipeline stages, which compute steps of different sequences at the same time
+    draws = True  # whether a launch draws its tokens, so that the next one continues before they are read
     num_graphs = 0
 
     def __init__(self, model: Model, pool: KVPool):
@@ -68,7 +68,7 @@ class Launcher:
 
     @property
     def summary(self) -> str:
-        """Return what the engine's start line says of it."""
+        """The device's words in the engine's start line."""
         library = native.library()
         return "on the CPU" if library is None else f"on the CPU ({library.tier.name})"
 
@@ -76,9 +76,11 @@ class Launcher:
         self, batch: ForwardBatch, keeps_hidden: bool, on_layer: Callable[[int], None] | None,
         on_hidden: Callable[[Tensor], None] | None = None,
     ) -> tuple[Tensor | None, Tensor]:  # fmt: skip
-        """Run `batch`, made on the host: the hidden rows [R, hidden_size] that the logits come from, where they are
-        kept, and logits fp32 [R, vocab_size], on the model's device. `on_hidden` gets the rows of all tokens, as
-        Model.hidden returns them."""
+        """Run `batch`, which is on the host, and return hidden rows and logits on the model's device.
+
+        Hidden rows [R, hidden_size] are those the logits come from, None unless `keeps_hidden`; logits are fp32 [R,
+        vocab_size]. `on_hidden` gets the rows of all tokens, as Model.hidden returns them.
+        """
         self.activations.begin(len(batch.token_ids), len(batch.logit_rows))
         return self._logits_of(self.model.hidden(batch, self.pool, on_layer), batch, keeps_hidden, on_hidden)
 
@@ -91,7 +93,7 @@ class Launcher:
         hidden = hidden[batch.logit_rows]
         if len(hidden):
             logits = self.model.logits(hidden)
-        else:  # kernels for one row would read one
+        else:  # a kernel would read one row even of an empty tensor
             logits = hidden.new_empty(0, self.model.spec.vocab_size, dtype=torch.float32)
         self.activations.look()
         return (hidden if keeps_hidden else None), logits
@@ -100,28 +102,33 @@ class Launcher:
         self, batch: ForwardBatch, draw: Draw, before: LaunchedTokens | None,
         on_layer: Callable[[int], None] | None = None,
     ) -> LaunchedTokens:  # fmt: skip
-        """Launch a step whose tokens are drawn on the device, without waiting for it. At most one launch before it has
-        not been read: `before`, where `batch` continues from its tokens. `on_layer`: as of `run`; on a GPU it is called
-        when the tokens are read."""
+        """Launch a step whose tokens are drawn on the device, without waiting for it.
+
+        At most one earlier launch has not been read; it is `before` if `batch` continues from its tokens. `on_layer` is
+        as in `run`; on a GPU it is called when the tokens are read.
+        """
         if before is not None:
             batch = replace(batch, token_ids=known_ids(batch.token_ids, before.drawn))
         return LaunchedTokens(draw(self.run(batch, False, on_layer)[1]))
 
     def stream_context(self) -> AbstractContextManager:
-        """Enter the stream in which all of a step runs, its sampling and copies too."""
+        """Return a context in whose stream all of a step runs, including sampling and copies."""
         return nullcontext()
 
     def without_graphs(self) -> AbstractContextManager:
-        """Compute every step eagerly within this context; for checking graphs against that."""
+        """Return a context in which every step is computed eagerly, to check graphs against."""
         return nullcontext()
 
     def wait(self) -> None:
-        """Until all that was launched has passed."""
+        """Wait until all launches have passed."""
 
 
 class StagedLauncher(Launcher):
-    """Of several stages: while another one computes a step, this one computes the next, whose sequences are others.
-    What a step gives is drawn here when it has left the last stage."""
+    """Launches steps of a pipeline: while later stages compute a step, the first one computes the next, of other
+    sequences.
+
+    The tokens of a step are drawn in this process when the step has left the last stage.
+    """
 
     model: FirstStage
     overlaps, draws = True, False
@@ -131,7 +138,7 @@ class StagedLauncher(Launcher):
         self.depth = self.num_stages = model.pipeline.degree
 
     def begin(self, batch: ForwardBatch) -> StagedStep:
-        """Compute a step in the first stage; fewer than `depth` others have been begun and not finished."""
+        """Compute a step in the first stage. Fewer than `depth` other steps may be begun and not finished."""
         self.activations.begin(len(batch.token_ids), len(batch.logit_rows))
         return self.model.begin(batch, self.pool)
 
@@ -139,7 +146,7 @@ class StagedLauncher(Launcher):
         self, step: StagedStep, on_layer: Callable[[int], None] | None,
         on_hidden: Callable[[Tensor], None] | None = None,
     ) -> tuple[Tensor | None, Tensor]:  # fmt: skip
-        """Return what `run` does, of the first step that was begun and not finished."""
+        """Finish the first step that was begun, and return what `run` returns."""
         return self._logits_of(self.model.finish(step, on_layer), step.batch, False, on_hidden)
 
     def wait(self) -> None:
@@ -147,11 +154,13 @@ class StagedLauncher(Launcher):
 
 
 class LandingTokens(LaunchedTokens):
-    """Tokens on their way to pinned memory of the host."""
+    """Tokens that are being copied to pinned memory of the host."""
 
     def __init__(self, drawn: Tensor, landing: Tensor, report: Callable[[], None] | None = None):
-        """landing: int64 on the host, at least as long; `report()` is called first when they are read: it waits for
-        layers."""
+        """Copy `drawn` to `landing`, int64 on the host and at least as long.
+
+        `report()` is called when the tokens are read, before waiting for them: it waits for layers.
+        """
         super().__init__(drawn)
         self._report = report
         self._landing = landing[: len(drawn)]
@@ -167,20 +176,21 @@ class LandingTokens(LaunchedTokens):
 
 
 class GpuLauncher(Launcher):
-    """Up to two steps are in flight where the later one needs nothing of the earlier but the tokens it draws; every
-    gate of the ledger (a block sealed, announced, given back) comes after the last write of the steps that may touch
-    the block."""
+    """Launches steps on a GPU, with up to two in flight if the later one needs only the earlier one's tokens.
+
+    A block is sealed, announced or released only after the last write of all steps that may touch it.
+    """
 
     def __init__(
         self, model: Model, pool: KVPool, config: EngineConfig, speculates: bool,
         least: Callable[[int], int] | None = None,
     ):  # fmt: skip
-        """`config` is resolved. Captures the graphs; `least`: as of AgreedCapture, of a rank."""
+        """Capture the graphs. `config` is resolved; `least` is as in AgreedCapture, for ranks."""
         super().__init__(model, pool)
         self.compiling = CompileWatch()
         if not kernels.unavailable("cuda"):
             self.compiling.install()
-        # Any other plans a step in host memory that the one before may still read.
+        # Other models plan a step in host memory that the previous step may still read.
         self.overlaps = model.capturable
         num_tokens, num_seqs = config.max_num_batched_tokens, config.max_num_seqs
         table = pool.layout.num_blocks(config.max_model_len)
@@ -220,24 +230,26 @@ class GpuLauncher(Launcher):
 
     @torch.inference_mode()
     def warm_up(self, config: EngineConfig) -> None:
-        """Compile what steps without a graph need. Before serving: it writes to the pool's first blocks."""
+        """Compile the kernels of steps without a graph. Called before serving, since it writes to the pool's first
+        blocks."""
         num_blocks = min(self.pool.num_blocks, self.pool.layout.num_blocks(config.max_model_len))
         tokens, has_states = config.max_num_batched_tokens, self.pool.states is not None
         sizes = tokens, config.max_num_seqs, num_blocks, self.pool.block_size, has_states
         sampler, row = sampler_on(self.pool.device), SampleRow(SamplingParams(), 0, 0)
         with self.stream_context():
-            for batch in warm_steps(*sizes):  # logits of a step that are kept until the next one has run count twice
+            for batch in warm_steps(*sizes):  # not bound to a name: two steps' logits would be held at a time
                 sampler.draw(super().run(self._inputs.send(batch), False, None)[1][:1], [row])
-                self.wait()  # the copy of its inputs too, whose buffer the step after the next writes
+                self.wait()  # also for the copy of its inputs, whose buffer is used again
 
     def run(
         self, batch: ForwardBatch, keeps_hidden: bool, on_layer: Callable[[int], None] | None,
         on_hidden: Callable[[Tensor], None] | None = None,
     ) -> tuple[Tensor | None, Tensor]:  # fmt: skip
-        """Run `batch`, made on the host: hidden rows [R, hidden_size], where they are kept, and logits fp32
-        [R, vocab_size]. `on_layer` is called when all is launched, as the layers pass; not where a graph runs, which
-        tells of all layers at its end. With `on_hidden` no graph runs:
-        it may have fewer rows."""
+        """Run `batch` as Launcher.run does.
+
+        `on_layer` is called after the launch, as each layer passes; not if a graph runs, whose layers count as written
+        at its end. With `on_hidden` no graph runs, since it keeps fewer rows.
+        """
         if on_hidden is None and self._graphs is not None and (shape := self._graphs.shape_for(batch)) is not None:
             hidden, logits = self._graphs.run(batch, shape)
             return (hidden.clone() if keeps_hidden else None), logits
@@ -263,7 +275,7 @@ class GpuLauncher(Launcher):
         return LandingTokens(draw(logits), self._landings[self._turn], report)
 
     def replay(self, num_seqs: int) -> None:
-        """Replay the bare graph of a decode step of `num_seqs` sequences, on the inputs it read last; for measuring."""
+        """Replay the graph of a decode step of `num_seqs` sequences on its last inputs, and wait; for measuring."""
         with self.stream_context():
             self._graphs.replay(num_seqs)
         self.wait()
@@ -288,27 +300,28 @@ class GpuLauncher(Launcher):
 
 
 def fitting_widths(config: EngineConfig, speculates: bool) -> list[int]:
-    """Return the tokens of a sequence in the steps that have graphs."""
+    """Return the numbers of tokens of a sequence in the decode steps that have graphs."""
     most = config.max_num_batched_tokens // config.max_num_seqs
     return [width for width in widths(speculates, config.num_draft_tokens) if width <= most]
 
 
 def fitting_chunks(model: Model, config: EngineConfig) -> list[int]:
-    """Return the tokens of chunks that have graphs. Only Triton's layers leave out what pads a chunk when they write
-    KV."""
+    """Return the tokens of chunks that have graphs. Only Triton's layers skip a chunk's padding when they write KV."""
     if model.layers_name != "triton":
         return []
     return chunk_sizes(_largest_chunk(config))
 
 
 def _largest_chunk(config: EngineConfig) -> int:
-    """Return the most tokens of one sequence in a step."""
+    """Return the most tokens that one sequence has in a step."""
     return min(config.max_num_batched_tokens, config.max_model_len)
 
 
 def step_bytes(model: Model, config: EngineConfig, speculates: bool) -> int:
-    """Measure the memory that steps take beside weights and pool, in a pool of its own: the largest one, and what
-    graphs hold on to behind the pool, whose memory no other step may use."""
+    """Measure the memory of steps beside weights and pool, with a small pool of its own.
+
+    That is the memory of the largest step, and what graphs keep for themselves.
+    """
     num_tokens, layout = _largest_chunk(config), model.kv_layout(config.kv_dtype, config.block_size)
     has_states = layout.state is not None
     pool = KVPool(layout, layout.num_blocks(num_tokens), device=model.device, num_states=int(has_states))
@@ -323,7 +336,7 @@ def step_bytes(model: Model, config: EngineConfig, speculates: bool) -> int:
 
 
 def _largest_batch(config: EngineConfig, pool: KVPool) -> ForwardBatch:
-    """Return a step of a chunk beside all sequences but one, as long as the pool is."""
+    """Return a step with a chunk and all other sequences decoding, each as long as the pool allows."""
     num_tokens = _largest_chunk(config)
     state = None if pool.states is None else FIRST_STATE
     rows, block_ids = torch.arange(num_tokens, device="cpu"), torch.arange(pool.num_blocks, device="cpu")
@@ -334,7 +347,7 @@ def _largest_batch(config: EngineConfig, pool: KVPool) -> ForwardBatch:
 
 
 def _largest_step_bytes(model: Model, config: EngineConfig, pool: KVPool, inputs: StepInputs) -> int:
-    """Measure the largest step, with the draw of all its rows and the log-probabilities of a prompt."""
+    """Measure the memory of the largest step, with drawing all its rows and the log-probabilities of a prompt."""
     batch, params = _largest_batch(config, pool), SamplingParams(temperature=1.0, top_p=0.9, seed=0)
     sampled = [SampleRow(params, 0, row) for row in range(config.max_num_seqs)]
 
@@ -350,11 +363,14 @@ def _largest_step_bytes(model: Model, config: EngineConfig, pool: KVPool, inputs
 
 
 def _graph_bytes(model: Model, config: EngineConfig, pool: KVPool, inputs: StepInputs, speculates: bool) -> int:
-    """Measure what all graphs hold on to. Those of few sequences may take more than the largest: they split KV, and
-    leave partial results."""
+    """Measure the memory that all graphs keep.
+
+    All are captured, since graphs of few sequences may take more than the largest: they split KV and keep partial
+    results.
+    """
 
     def computed(run: Callable[[], Outputs]) -> tuple[Callable[[], None], Outputs]:
-        """Compute and wait, as a capture does: the buffer of these inputs is that of the graph after the next, too."""
+        """Compute and wait, as a capture does: the graph after the next uses the same buffer of inputs."""
         outputs = run()
         torch.cuda.synchronize(model.device)
         return torch.cuda.synchronize, outputs
@@ -369,7 +385,7 @@ def _graph_bytes(model: Model, config: EngineConfig, pool: KVPool, inputs: StepI
 
 
 def _peak_bytes(device: torch.device, run: Callable[[], None]) -> int:
-    """Return the most memory that `run` had at any time."""
+    """Return the peak memory of `run`, in bytes."""
     before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
     run()

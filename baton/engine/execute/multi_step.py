@@ -1,10 +1,9 @@
-"""Decode in one native call (native/layers/decode.cpp): several steps of the same sequences while nothing else waits,
-or one that verifies proposals.
+"""Decode several steps, or one that verifies proposals, in one native call (native/layers/decode.cpp).
 
-A step of a small model takes less time than the Python around it: of the demo's, that was half of a lone stream's time,
-and the tokens of several steps cross to the client in one message. The tokens are those of steps by themselves, bit for
-bit. The call ends behind the step in which something is posted to the engine, in which a sequence ends, or behind which
-another would make it longer than BUDGET_NS.
+A step of a small model takes less time than the Python around it: with the demo model, Python was half of a lone
+stream's time. The tokens of several steps also reach the client in one message. They are bit for bit those of single
+steps. A call is made only while nothing but its sequences waits. It ends after the step in which a command is posted to
+the engine or a sequence ends, or when another step would exceed BUDGET_NS.
 """
 
 import ctypes
@@ -34,8 +33,8 @@ from baton.engine.schedule.sequence import Sequence
 from baton.engine.schedule.step_work import Drawn
 
 MAX_STEPS = 8
-BUDGET_NS = 4_000_000  # of one call: a client sees its tokens no more unevenly than the outbox sends them
-HURT = ("engine.step", "engine.batch")  # failpoints that are passed once a step
+BUDGET_NS = 4_000_000  # of one call: tokens reach a client no less evenly than the outbox sends them
+HURT = ("engine.step", "engine.batch")  # failpoints that every step passes
 _POINTER, _INT, _DOUBLE = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
 _NEXT_MASKS = ctypes.CFUNCTYPE(_INT)
 _ARGUMENTS = (
@@ -44,7 +43,7 @@ _ARGUMENTS = (
 
 
 class _Decoder(ctypes.Structure):
-    """`Decoder` of native/layers/decode.cpp."""
+    """The struct `Decoder` of native/layers/decode.cpp."""
 
     _fields_ = [
         ("model", _POINTER),
@@ -56,7 +55,7 @@ class _Decoder(ctypes.Structure):
 
 
 class _Decoding(ctypes.Structure):
-    """`Decoding` of native/layers/decode.cpp."""
+    """The struct `Decoding` of native/layers/decode.cpp: one sequence."""
 
     _fields_ = [
         *((name, _INT) for name in ("token_id", "num_tokens")),
@@ -71,10 +70,10 @@ class _Decoding(ctypes.Structure):
 
 
 class MultiStep:
-    """One per engine whose model is native throughout. Belongs to the loop's thread."""
+    """Decodes several steps in one call, for a model that is native throughout. Belongs to the loop's thread."""
 
     def __init__(self, model: Model, pool: KVPool, bell: int):
-        """`bell`: address of an int32 that is not 0 once something waits."""
+        """Take the model, its pool, and the address of an int32 that is nonzero once a command waits."""
         library = native.library()
         assert library is not None and isinstance(model.fused, FusedLayers), "`of` has seen to it"
         self._held = (model, pool)  # what the structs point at
@@ -88,7 +87,8 @@ class MultiStep:
 
     @classmethod
     def of(cls, runner: Runner, bell: int) -> "MultiStep | None":
-        """Return one where all of a step is native: layers, ends and sampler. Not asked where there are ranks."""
+        """Return one if all of a step is native (layers, ends, sampler), or None. Not called for engines of several
+        ranks."""
         model = runner.model
         is_native = (
             isinstance(runner.sampler, NativeSampler)
@@ -100,9 +100,11 @@ class MultiStep:
         return cls(model, runner.pool, bell) if is_native else None
 
     def num_steps(self, slices: Seq[Slice], scheduler: Scheduler, most: int) -> int:
-        """Return how many steps of these slices, at most `most`, may be done in one call: 0 where more than decoding is
-        to be done, or where a constraint leaves no token. Their sequences have the blocks for as many, and their
-        masks."""
+        """Return how many steps of these slices, at most `most`, may be computed in one call, and allocate their
+        blocks.
+
+        0 if there is more to do than decoding, or a constraint allows no token. Finds the sequences' masks.
+        """
         if failpoints.is_armed(*HURT):
             return 0
         is_awaited = scheduler.waiting or len(scheduler.running) > len(slices)
@@ -123,9 +125,11 @@ class MultiStep:
     def __call__(
         self, slices: Seq[Slice], num_steps: int, keeps_hidden: bool
     ) -> tuple[list[Drawn], int, Tensor | None]:
-        """Compute up to `num_steps` steps, or where there are proposals one; return the tokens of each sequence, how
-        many steps they are, and if `keeps_hidden` the rows that the first ones were drawn from, before the last
-        norm."""
+        """Compute up to `num_steps` steps, or one if there are proposals.
+
+        Returns the tokens of each sequence, the number of steps, and if `keeps_hidden` the rows that the first tokens
+        were drawn from, before the final norm.
+        """
         num_seqs, held, table = len(slices), [], (_Decoding * len(slices))()
         adapters, num_rows = [], 0
         width = max(num_steps, *(1 + len(seq.draft_ids) for seq, _, _ in slices))
@@ -157,8 +161,10 @@ class MultiStep:
         return tokens, num_done, hidden
 
     def _room_for_logits(self, seq: Sequence, num_tokens: int) -> Tensor | None:
-        """Return a row for each token whose log-probabilities are asked for. Of a large model's, of which a call does
-        one step, the others are never touched, and take no memory."""
+        """Return room for the logits of each token, or None if no log-probabilities are asked for.
+
+        Rows that the call does not reach are never touched and take no memory.
+        """
         asked = seq.group.request.sampling.logprobs is not None
         return torch.empty(num_tokens, self._vocab_size) if asked else None
 
@@ -166,14 +172,15 @@ class MultiStep:
     def _fill(
         place: _Decoding, seq: Sequence, num_tokens: int, masks: StepMasks | None
     ) -> tuple[np.ndarray | array, ...]:
-        """Fill `place` for up to `num_tokens` tokens; return what it points at."""
+        """Fill `place` for up to `num_tokens` tokens, and return the arrays that it points to."""
         request = seq.group.request
         mask = None if masks is None else masks.rows[0]
         row = sample_row(request, request.sampling, seq.choice, seq.token_ids, mask=mask)
         changed, num_changed = _with_room(row, num_tokens)
         stops = array("q", () if row.min_tokens_left_bans else request.stop_token_ids)
         if masks is not None:
-            masks.rows[masks.num_good :] = -1  # what is drawn there, which is no row less of adapters, is cut
+            masks.rows[masks.num_good :] = -1  # tokens drawn there are cut later; the rows stay, as those of adapters
+            # count them
         blocks, draft = array("q", seq.block_ids), array("q", seq.draft_ids)
         place.token_id, place.num_tokens = seq.token_ids[-1], seq.num_tokens
         place.block_ids, place.stop_ids = blocks.buffer_info()[0], stops.buffer_info()[0]
@@ -190,8 +197,10 @@ def compute(
     runner: Runner, several: MultiStep | None, slices: list[Slice], scheduler: Scheduler,
     on_layer: Callable[[int], None] | None, most: int,
 ) -> tuple[list[Drawn], int]:  # fmt: skip
-    """Compute a step, or `several`, at most `most`, in one call while nothing but these slices waits; the tokens, and
-    how many steps. Sets `runner.hidden` as Runner.run does."""
+    """Compute a step, or up to `most` steps in one call of `several`; return the tokens and the number of steps.
+
+    Sets `runner.hidden` as Runner.run does.
+    """
     runner.threads.begin(sum(end - begin + len(seq.draft_ids) for seq, begin, end in slices))
     drawn, num_steps = _compute(runner, several, slices, scheduler, on_layer, most)
     runner.threads.end(num_steps)
@@ -209,7 +218,7 @@ def _compute(
 
 
 def _most_tokens(seq: Sequence, num_tokens: int) -> int:
-    """Return how many tokens a sequence may draw before the host has to look at it; `num_tokens`: of its slice."""
+    """Return how many tokens a sequence with a slice of `num_tokens` may draw before the host has to look at it."""
     group, request = seq.group, seq.group.request
     if num_tokens != 1 or not group.prefilled:
         return 0
@@ -227,11 +236,13 @@ def _sampled(seq: Sequence, token_ids: list[int], logits: Tensor | None) -> list
 
 
 class FollowingMasks:
-    """`NextMasks` of native/layers/decode.cpp, once a step and with the GIL: it writes into the first mask of each
-    sequence."""
+    """The callback `NextMasks` of native/layers/decode.cpp, called with the GIL after each step of several.
+
+    It writes the next step's mask into the first mask of each sequence.
+    """
 
     def __init__(self, slices: Seq[Slice], masks: Seq[StepMasks | None], table: ctypes.Array[_Decoding]):
-        """`table`: what has the last token of each."""
+        """Take the slices with their masks, and the `table` in which the call writes each sequence's last token."""
         self._parts = [
             (piece.seq, own.rows[0].numpy(), place, piece.seq.group.request.min_tokens > piece.seq.num_output)
             for piece, own, place in zip(slices, masks, table, strict=True)
@@ -242,21 +253,24 @@ class FollowingMasks:
         self.address = ctypes.cast(self._call, _POINTER).value
 
     def check(self) -> None:
-        """Raise what finding them has raised."""
-        del self._call  # which leads here
+        """Raise the error that a callback raised, if any."""
+        del self._call  # breaks the reference cycle
         if self._error is not None:
             raise self._error
 
     def _find(self) -> bool:
         try:
             return all(self._may_go_on(*part) for part in self._parts)
-        except BaseException as error:  # ctypes would return any number
+        except BaseException as error:  # ctypes would swallow it and return any number
             self._error = error
             return False
 
     @staticmethod
     def _may_go_on(seq: Sequence, mask: np.ndarray, place: _Decoding, is_early: bool) -> bool:
-        """`is_early`: of the whole call, as none goes on past min_tokens."""
+        """Advance a sequence's cursor and fill its next mask; return whether its answer may continue.
+
+        `is_early` holds for the whole call, which never passes min_tokens.
+        """
         cursor = seq.cursor
         return cursor.advance(place.token_id) and not fill_mask(
             mask, cursor, seq.group.request.stop_token_ids, is_early
@@ -264,7 +278,7 @@ class FollowingMasks:
 
 
 def _with_room(row: SampleRow, num_tokens: int) -> tuple[np.ndarray, int]:
-    """Return the tokens whose logits change and how many they are, with room for those that are to be drawn."""
+    """Return the tokens whose logits change, with room for those to be drawn, and their number."""
     changed = changes_of(row)
     if not row.params.has_penalties:
         return changed, len(changed) // 3

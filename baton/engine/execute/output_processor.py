@@ -1,4 +1,4 @@
-"""Collect the outputs of a step: progress of held prefills, first tokens, runs of tokens, endings."""
+"""Collect the outputs of a step: progress of held prefills, first tokens, runs of tokens, and ends."""
 
 import time
 from collections.abc import Set
@@ -17,7 +17,7 @@ BY_ITSELF = Ending()
 
 
 class OutputProcessor:
-    """Turns a step that has passed into outputs, and its sequences into what the next step starts from. The loop's."""
+    """Turns a computed step into outputs, and updates its sequences for the next one. Belongs to the loop's thread."""
 
     def __init__(self, scheduler: Scheduler, lifecycle: GroupLifecycle, runner: Runner):
         self.scheduler = scheduler
@@ -26,11 +26,13 @@ class OutputProcessor:
         self.runner = runner
         self.num_layers = runner.pool.num_layers
         self._in_flight: Set[Sequence] = frozenset()
-        self._over: set[Sequence] = set()  # ended, in a flight that has not passed
+        self._over: set[Sequence] = set()  # ended, but part of a step in flight
 
     def keep_states(self, slices: list[Slice], in_flight: Set[Sequence]) -> None:
-        """Copy the states that are kept behind `slices`, which are being computed, of sequences `in_flight`: a step
-        that folds more into those is about to be launched."""
+        """Copy states that are to be checkpoints after `slices`, before a step launches that continues them.
+
+        `slices` are being computed; the step to be launched has the sequences `in_flight`.
+        """
         states, step = self.ledger.states, self.scheduler.config.checkpoint_step
         if states is None:
             return
@@ -43,10 +45,12 @@ class OutputProcessor:
         self, slices: list[Slice], drawn: list[Drawn], launched_at: float, outputs: list[Output],
         in_flight: Set[Sequence] = frozenset(), num_steps: int = 1,
     ) -> None:  # fmt: skip
-        """`slices` as launched at `launched_at` (time.monotonic()), `drawn` as the runner gave it back. `in_flight`:
-        sequences of a step that was launched since; one of them that ends here keeps its blocks until that one is
-        collected, whose token for it is dropped. `num_steps`: one behind the other, each with the token of the one
-        before."""
+        """Add the outputs of a computed step to `outputs`.
+
+        `slices` were launched at `launched_at` (time.monotonic()); `drawn` is the runner's result; `num_steps` decode
+        steps were computed in one call. `in_flight` are the sequences of steps launched since: one that ends now keeps
+        its blocks until these are collected, and its tokens in them are dropped.
+        """
         self._in_flight = in_flight
         step, copies = self.scheduler.config.checkpoint_step, self.scheduler.copies
         for seq, begin, end in slices:
@@ -75,18 +79,20 @@ class OutputProcessor:
             outputs.append(self._next_tokens(seq, samples))
         for seq, _, end in slices:
             if seq.group.pooler is not None and end == seq.num_tokens:
-                self._first_tokens(seq, [], outputs)  # there are none: its end
+                self._first_tokens(seq, [], outputs)  # without tokens: the prompt's end
         for group in stepped:
             group.note_steps(launched_at, num_steps)
         outputs += filter(None, [self._end(group) for group in landed if not group.live])
 
     def forget(self) -> None:
-        """After a step that failed: nothing is in flight."""
+        """Forget sequences in flight, after a step failed."""
         self._over.clear()
 
     def _keeps(self, seq: Sequence, samples: list[Sampled], outputs: list[Output]) -> bool:
-        """Take out the samples behind the last token that its constraint allows; where there is none, the group
-        ends."""
+        """Cut the samples after the last token that the constraint allows, or end the group if there is none.
+
+        Returns whether the group still lives.
+        """
         masks = seq.take_masks()
         if masks.num_good == 0:
             outputs += filter(None, [self._end(seq.group, Ending("constraint", f"constraint: {masks.problem}"))])
@@ -95,7 +101,7 @@ class OutputProcessor:
         return seq.group.state is not GroupState.FINISHED
 
     def _next_tokens(self, seq: Sequence, samples: list[Sampled]) -> TokenRun:
-        """Append a choice's next tokens, up to the one that ends it; the samples after that are taken out."""
+        """Append a choice's next tokens, up to one that ends it, and return them. The samples after that are cut."""
         first_index, finish_reason = seq.num_output, None
         for index, sample in enumerate(samples):
             finish_reason = seq.append(sample.token_id)
@@ -103,7 +109,7 @@ class OutputProcessor:
                 del samples[index + 1 :]
         if seq.draft_ids:
             seq.group.drafted.add(len(seq.draft_ids), num_right(samples, seq.draft_ids))
-        if len(samples) > 1:  # KV of what was accepted is there; that of wrong proposals is overwritten
+        if len(samples) > 1:  # KV of accepted proposals is computed; that of wrong ones is overwritten
             seq.num_computed += len(samples) - 1
             seq.recurrent.num_pending = len(samples) - 1
             seq.seal(self.ledger)
@@ -114,7 +120,7 @@ class OutputProcessor:
         return TokenRun(seq.group.key, seq.choice, first_index, token_ids, logprobs, finish_reason)
 
     def _finish(self, seq: Sequence) -> None:
-        """A choice is complete: its blocks go back, whole units of prompt and output stay in the cache."""
+        """End a choice: release its blocks, or leave that to the step in flight with it."""
         self.scheduler.remove(seq)
         self.scheduler.lengths.observe(seq.num_output)
         if seq in self._in_flight:
@@ -127,7 +133,7 @@ class OutputProcessor:
         seq.group.live.remove(seq)
 
     def _first_tokens(self, trunk: Sequence, samples: list[Sampled], outputs: list[Output]) -> None:
-        """End the reading of a prompt. A held prefill waits for its taker; any other continues with its live
+        """Output the end of a prompt. A held prefill then waits for its taker; any other continues with its live
         choices."""
         group = trunk.group
         firsts = tuple(self._first_token(trunk, choice, sample) for choice, sample in enumerate(samples))

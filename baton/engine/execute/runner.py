@@ -1,9 +1,9 @@
-"""From slices to tokens: builds the step's tensors, runs the model once, draws the next tokens.
+"""Run a step: build its tensors from slices, run the model, and draw the next tokens.
 
-run             a step of any kind, to its tokens
-launch, read    a step whose tokens are drawn where the logits are: the next one may be launched, from tokens that were
-                not read yet, before this one is read; or of several stages a step of any kind, which goes on in the
-                others while the next one, of other sequences, is launched
+run             compute a step of any kind and return its tokens
+launch, read    launch a step whose tokens are drawn on the device; the next one may continue from them before they are
+                read. With several pipeline stages, launch a step of any kind, which continues in the other stages
+                while the next one, of other sequences, is launched
 """
 
 import time
@@ -31,39 +31,39 @@ from baton.engine.speculation.control.verify import verify
 
 EMPTY: Mapping[Sequence, int] = {}
 HiddenAndLogits = tuple[Tensor | None, Tensor]
-POOLED_ROWS = 512  # of a prompt, that are normed at a time
+POOLED_ROWS = 512  # rows of a prompt that are normed at a time
 
 
 @dataclass(frozen=True, slots=True)
 class Flight:
-    """A step that was launched and not read."""
+    """A launched step that was not read yet."""
 
     slices: list[Slice]
     launched_at: float  # time.monotonic()
-    read: Callable[[], list[Drawn]]  # waits until it has passed
-    sampled_seqs: list[Sequence]  # of the slices behind which a token is drawn
-    tokens: LaunchedTokens | None = None  # one for each of these, where the launch draws them
+    read: Callable[[], list[Drawn]]  # waits for the step
+    sampled_seqs: list[Sequence]  # of the slices after which a token is drawn
+    tokens: LaunchedTokens | None = None  # one for each of these sequences, if the launch draws them
 
 
 class Runner:
-    """The model and its pool. Belongs to the loop's thread."""
+    """Runs steps of one model and pool. Belongs to the loop's thread."""
 
     def __init__(self, model: Model, pool: KVPool, sampler: Sampler, launcher: Launcher | None = None):
-        """`launcher`: on a GPU."""
+        """Take a model, its pool and a sampler; `launcher` is Launcher by default."""
         self.model = model
         self.pool = pool
         self.sampler = sampler
         self.launcher = launcher or Launcher(model, pool)
         self.threads = ThreadCount(torch.get_num_threads(), is_measured=isinstance(model.fused, FusedLayers))
-        self.keeps_hidden = False  # `hidden` is read after the step
-        self.hidden: Tensor | None = None  # of the last step, the rows that its tokens were drawn from
+        self.keeps_hidden = False  # whether `hidden` is needed after a step
+        self.hidden: Tensor | None = None  # the rows of the last step that its tokens were drawn from
 
     @torch.inference_mode()
     def run(self, slices: list[Slice], on_layer: Callable[[int], None] | None = None) -> list[Drawn]:
-        """Computes the slices; `on_layer(layer)` as each layer's KV is written.
+        """Compute the slices and return the drawn tokens. `on_layer(layer)` is called as each layer's KV is written.
 
-        For each sequence whose last token is among them the tokens it continues with: proposals that are right, and one
-        more. A group at the end of its prompt draws one for each choice, from the same logits.
+        Every sequence whose last token is computed gets the tokens that follow: its right proposals and one more. A
+        group at the end of its prompt draws one token for each choice, from the same logits.
         """
         batch, seqs = self._batch(slices)
         drawn = self._computed(slices, batch, seqs, partial(self.launcher.run, batch, self.keeps_hidden, on_layer))
@@ -74,11 +74,11 @@ class Runner:
     def _computed(
         self, slices: list[Slice], batch: ForwardBatch, seqs: list[Sequence], compute: Callable[..., HiddenAndLogits]
     ) -> list[Drawn]:
-        """`compute(on_hidden)`: Launcher.run, or what is left of it."""
+        """Compute hidden rows and logits by `compute(on_hidden)`, and draw the tokens."""
         reads = any(not piece.seq.group.reads_cache for piece in slices)
         hidden: list[Tensor] = []
         self.hidden, logits = compute(hidden.append if reads else None)
-        for seq in seqs:  # on a GPU while the launch computes
+        for seq in seqs:  # on a GPU, while the launch computes
             seq.find_masks()
         if any(seq.draft_ids for seq in seqs):
             drawn = self._verified(logits, seqs)
@@ -92,8 +92,11 @@ class Runner:
     def launch(
         self, slices: list[Slice], before: Flight | None = None, on_layer: Callable[[int], None] | None = None
     ) -> Flight:
-        """Launch a step that `can_launch`. `before`: the flight whose tokens it may continue from; `on_layer(layer)` is
-        called when it is read, as each layer's KV is written."""
+        """Launch a step for which `can_launch` is true.
+
+        `before`: the flight whose tokens it may continue from. `on_layer(layer)` is called when the step is read, as
+        each layer's KV is written.
+        """
         launched_at = time.monotonic()
         if isinstance(self.launcher, StagedLauncher):
             batch, seqs = self._batch(slices)
@@ -111,12 +114,18 @@ class Runner:
         return Flight(slices, launched_at, partial(_read, seqs, tokens), seqs, tokens)
 
     def can_launch(self, slices: list[Slice]) -> bool:
-        """Return whether the step gives nothing but KV and tokens that are drawn where the logits are, one a sequence;
-        where they are drawn when it is read, it may be any."""
+        """Return whether a step may be launched ahead.
+
+        If a launch draws tokens, the step may output only KV and one token a sequence drawn on the device. Otherwise
+        any step may be launched.
+        """
         return not self.launcher.draws or all(map(_gives_tokens_alone, slices))
 
     def _read_prompts(self, hidden: Tensor, slices: list[Slice], batch: ForwardBatch) -> None:
-        """Give groups what they ask of each token of their prompts. `hidden`: the rows of all tokens of the step."""
+        """Add a step's prompt log-probabilities and pooled rows to the groups that asked for them.
+
+        `hidden`: the rows of all tokens of the step.
+        """
         for (seq, begin, end), rows in zip(slices, batch.seqs, strict=True):
             group = seq.group
             if group.reads_cache:
@@ -124,7 +133,7 @@ class Runner:
             own = hidden[rows.query_start : rows.query_start + end - begin]
             if (count := group.request.sampling.prompt_logprobs) is not None:
                 token_ids = seq.token_ids[begin + 1 : min(end + 1, group.request.num_prompt_tokens)]
-                del group.prompt_logprobs[begin:]  # it was preempted, and is read again
+                del group.prompt_logprobs[begin:]  # if it was preempted, and is computed again
                 group.prompt_logprobs += prompt_logprobs(own, token_ids, count, self.model.logits)
             if group.pooler is not None:
                 self._add_to_pooler(group.pooler, own, begin)
@@ -134,13 +143,13 @@ class Runner:
                 group.pooled = tuple(found)
 
     def _add_to_pooler(self, pooler: Pooler, hidden: Tensor, begin: int) -> None:
-        """Add the rows of a chunk, unless the end of the prompt is all that counts."""
+        """Add the rows of a chunk, unless only the end of the prompt counts."""
         if not pooler.params.label_token_ids:
             for at in range(0, len(hidden), POOLED_ROWS):
                 pooler.add(self.model.normed(hidden[at : at + POOLED_ROWS]), begin + at)
 
     def _drawn(self, logits: Tensor, seqs: list[Sequence]) -> list[Drawn]:
-        """One row of logits each."""
+        """Draw for sequences that have one row of logits each."""
         counts = [1 if seq.group.prefilled else seq.group.request.sampling.n for seq in seqs]
         if len(seqs) < sum(counts):
             logits = logits.repeat_interleave(
@@ -156,8 +165,8 @@ class Runner:
         return [(seq, [next(drawn) for _ in range(count)]) for seq, count in zip(seqs, counts, strict=True)]
 
     def _verified(self, logits: Tensor, seqs: list[Sequence]) -> list[Drawn]:
-        """Draw for all sequences of a step with proposals. A decoding one has a row of `logits` for its last token and
-        one for each proposal."""
+        """Draw for all sequences of a step with proposals. Each has a row of `logits` for its last token and its
+        proposals."""
         first_rows, num_rows = {}, 0
         for seq in seqs:
             first_rows[seq] = num_rows
@@ -179,8 +188,10 @@ class Runner:
     def _batch(
         self, slices: list[Slice], rows_before: Mapping[Sequence, int] = EMPTY
     ) -> tuple[ForwardBatch, list[Sequence]]:
-        """The step, and the sequences behind whose slices a token is drawn. `rows_before`: of sequences whose last
-        token is yet to be drawn, its row in the launch before."""
+        """Return a step's inputs, and the sequences for which a token is drawn.
+
+        `rows_before`: for sequences whose last token is still being drawn, its row in the previous launch.
+        """
         ends = [index for index, piece in enumerate(slices) if draws(piece)]
         block_size = self.pool.block_size
         token_ids: list[int] = []
@@ -227,7 +238,7 @@ def _read(seqs: list[Sequence], tokens: LaunchedTokens) -> list[Drawn]:
 
 
 def adapter_rows(slices: list[Slice], seqs: list[SeqSlice]) -> tuple[AdapterRows, ...]:
-    """Return which rows have an adapter; neighbours with the same one are one product."""
+    """Return the rows that use an adapter, neighbours with the same one together."""
     found: list[AdapterRows] = []
     for piece, rows in zip(slices, seqs, strict=True):
         adapter, end = piece.seq.group.adapter, rows.query_start + rows.query_len
@@ -241,14 +252,14 @@ def adapter_rows(slices: list[Slice], seqs: list[SeqSlice]) -> tuple[AdapterRows
 
 
 def draws(piece: Slice) -> bool:
-    """Return whether a token is drawn behind this slice: it has the last of its sequence, or one that is being drawn,
-    and its prompt is answered."""
+    """Return whether a token is drawn after this slice: it ends its sequence, and the prompt is answered, not
+    pooled."""
     return piece.end >= piece.seq.num_tokens and piece.seq.group.pooler is None
 
 
 def _gives_tokens_alone(piece: Slice) -> bool:
     group = piece.seq.group
-    if not group.reads_cache:  # it gives what was asked of each token of the prompt
+    if not group.reads_cache:  # it outputs something for each token of the prompt
         return False
     if not draws(piece):
         return True
@@ -257,20 +268,20 @@ def _gives_tokens_alone(piece: Slice) -> bool:
 
 
 def block_table(seq: Sequence) -> Tensor:
-    """Return the sequence's block ids, int64 [blocks]. Code that changes those sets it to None."""
+    """Return the sequence's block ids, int64 [blocks], cached. Code that changes `block_ids` resets `block_table`."""
     if seq.block_table is None:
         seq.block_table = torch.tensor(seq.block_ids, dtype=torch.int64)
     return seq.block_table
 
 
 def state_rows(seq: Sequence) -> StateRows:
-    """Return what a step does to the state of a sequence, which has one."""
+    """Return what a step does to the state of a sequence."""
     assert seq.recurrent.block_id is not None and seq.recurrent.is_ready
     return StateRows(seq.recurrent.block_id, seq.recurrent.num_pending, len(seq.draft_ids))
 
 
 def chunk_slots(block_ids: list[int], begin: int, end: int, block_size: int) -> list[int]:
-    """Return the slots that the KV of tokens [begin, end) is written to."""
+    """Return the slots at which the KV of tokens [begin, end) is written."""
     slots: list[int] = []
     for index in range(begin // block_size, -(-end // block_size)):
         first = index * block_size

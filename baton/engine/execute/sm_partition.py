@@ -1,22 +1,24 @@
-"""A share of a GPU's multiprocessors for one engine: its kernels run on a stream of a CUDA green context, so that a
-prefill worker leaves some of them to a decode worker beside it.
+"""Give one engine a share of a GPU's multiprocessors: its kernels run on a stream of a CUDA green context.
 
-Kernels of two processes run at the same time only under CUDA's Multi-Process Service; without it the driver gives them
-turns, and a share takes from the one without giving to the other.
+So a prefill worker leaves some multiprocessors to a decode worker on the same GPU.
+
+Kernels of two processes run at the same time only under CUDA's Multi-Process Service. Without it they take turns, and a
+share slows one process without helping the other.
 """
 
 import torch
 
 from baton.lines import one_line
 
-MULTIPLE = 8  # multiprocessors that a context may be made of, on Hopper
+MULTIPLE = 8  # a context has a multiple of this many multiprocessors, on Hopper
 
 
 class Partition:
-    """The green context of one engine. Held as long as the engine is: its stream lives in it."""
+    """The green context of one engine, with its stream. The engine keeps it as long as it lives."""
 
     def __init__(self, device: torch.device, share: float):
-        """`share` of the multiprocessors, above 0 and below 1. ValueError, one line, where there is none."""
+        """Make a context of a `share` (between 0 and 1) of the multiprocessors. ValueError, one line, if there can be
+        none."""
         total = torch.cuda.get_device_properties(device).multi_processor_count
         self.num_processors = max(MULTIPLE, round(total * share / MULTIPLE) * MULTIPLE)
         self.num_all = total
@@ -27,7 +29,7 @@ class Partition:
         try:
             self._context = GreenContext.create(num_sms=self.num_processors, device_id=device.index)
             self.stream: torch.cuda.Stream = self._context.Stream()
-            torch.cuda.synchronize(device)  # what other streams have loaded
+            torch.cuda.synchronize(device)  # wait for what other streams load
         except RuntimeError as error:
             reason = one_line(error, 160)
             raise ValueError(
@@ -40,7 +42,7 @@ class Partition:
 
 
 def unavailable() -> str:
-    """Return why torch cannot make green contexts; "" if it can."""
+    """Return why torch cannot make green contexts, or "" if it can."""
     try:
         from torch.cuda import green_contexts
     except ImportError:

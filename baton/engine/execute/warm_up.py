@@ -1,21 +1,24 @@
-"""Steps that are run once before serving, so that no kernel is compiled while requests wait."""
+"""Make the steps that run once before serving, so that no kernel is compiled while requests wait."""
 
 import torch
 
 from baton.engine.core.batch import FIRST_STATE, ForwardBatch, SeqSlice, StateRows
 
-# The least of each number of rows for which linear kernels have tiles of their own, or (257 of 4,096 outputs, 513 of
-# 2,048, 1,025 of 1,024, and so on) add up leaves in one go; the most follow.
+# The smallest number of rows for which linear kernels use each size of tiles, or sum leaves in one pass (257 rows with
+# 4,096 outputs, 513 with 2,048, 1,025 with 1,024, and so on). The largest number is added in warm_steps.
 CHUNKS = (1, 2, 17, 33, 65, 129, 257, 513, 1025, 2049, 4097)
-SPLIT_CONTEXT = 1024  # positions, of which every form of attention makes several splits
+SPLIT_CONTEXT = 1024  # positions that every form of attention splits
 
 
 def warm_steps(
     num_tokens: int, num_seqs: int, num_blocks: int, block_size: int, has_states: bool = False
 ) -> list[ForwardBatch]:  # fmt: skip
-    """Return steps of every kind that runs without a graph, made on the host: chunks of prompts from one token to all
-    of `num_tokens`; decode of few and of `num_seqs` sequences, behind short and long contexts, since KV is split over
-    programs by both; and decode beside chunks. They write to blocks that no request has before serving."""
+    """Return steps of every kind that runs without a graph, on the host.
+
+    These are chunks of prompts from one to `num_tokens` tokens, decode of few and of `num_seqs` sequences with short
+    and long contexts (KV is split over programs by both), and decode beside chunks. They write to blocks that no
+    request has before serving.
+    """
     room = num_blocks * block_size
     most = min(num_tokens, room)
     steps = [[(size, size)] for size in (*CHUNKS, most) if size <= most]
@@ -28,7 +31,7 @@ def warm_steps(
 
 
 def _step(lens: list[tuple[int, int]], block_size: int, state: StateRows | None) -> ForwardBatch:
-    """Return a step of sequences, new tokens and all positions of each, that share their blocks, and their `state`."""
+    """Return a step of sequences, each with (query_len, kv_len) of `lens`, that share their blocks and `state`."""
     seqs, row = [], 0
     for query_len, kv_len in lens:
         seqs.append(SeqSlice(row, query_len, kv_len, torch.arange(-(-kv_len // block_size), device="cpu"), state))

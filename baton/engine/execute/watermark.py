@@ -1,4 +1,4 @@
-"""Announce how far a held prompt's KV is written while the step that completes it still computes."""
+"""Report how far a held prompt's KV is written while the step that completes it still computes."""
 
 import math
 import time
@@ -11,8 +11,8 @@ from baton.engine.core.request import Key, Output, Progress
 from baton.engine.schedule.scheduler import Slice
 from kvtransfer.layout import KVLayout
 
-# Each report makes a range of its own to digest and confirm, 0.8 ms of CPU on both sides together, in which 1 MiB and
-# more are copied: a small model's layers are reported in groups, or with the end of the step.
+# Each report is a range to digest and confirm, 0.8 ms of CPU on both sides together, as long as copying 1 MiB. So
+# layers of a small model are reported several at a time, or with the end of the step.
 MIN_INTERVAL_S = 0.002
 MIN_BYTES = 1 << 20  # of the longest prompt
 
@@ -20,8 +20,10 @@ MIN_BYTES = 1 << 20  # of the longest prompt
 def layer_watermark(
     slices: list[Slice], layout: KVLayout, emit: Callable[[list[Output]], None]
 ) -> "LayerWatermark | None":
-    """None where no held prompt that is worth a report ends in the step: all its layers may then be computed in one
-    call."""
+    """Return a watermark for the held prompts that end in a step, or None if there are none large enough.
+
+    Without one, all layers may be computed in one call.
+    """
     ending = [piece for piece in slices if piece.seq.group.is_for_taker and piece.end == piece.seq.num_tokens]
     num_tokens = max((end - begin for _, begin, end in ending), default=0)
     layer_bytes = num_tokens * layout.block_bytes // (layout.block_size * layout.num_layers)
@@ -32,33 +34,34 @@ def layer_watermark(
 
 
 class LayerEvents:
-    """On a GPU that a layer was launched does not mean that its KV is written: an event behind each layer does."""
+    """CUDA events after each layer's launch: a layer's KV is written when its event has passed."""
 
     def __init__(self, make: Callable[[], Any] = lambda: torch.cuda.Event()):
         self._make = make
         self._events: list[tuple[int, Any]] = []
 
     def record(self, layer: int) -> None:
-        """The write of this layer's KV is launched."""
+        """Record an event after the launch of a layer."""
         event = self._make()
         event.record()
         self._events.append((layer, event))
 
     def report(self, on_layer: Callable[[int], None]) -> None:
-        """Waits for the layers, one after the other."""
+        """Wait for each layer in order, and call `on_layer` for it."""
         for layer, event in self._events:
             event.synchronize()
             on_layer(layer)
 
 
 class LayerWatermark:
-    """Called with each layer of a step once its KV is written; reports it for the held prompts that end in the step.
+    """A callback for each layer of a step whose KV is written; reports progress of the held prompts that end in the
+    step.
 
-    The earlier chunks of a prompt need none: they leave while the next one computes.
+    Earlier chunks of a prompt need none: they are transferred while the next chunk computes.
     """
 
     def __init__(self, ends: list[tuple[Key, int]], min_layers: int, emit: Callable[[list[Output]], None]):
-        """`ends`: key and length of the prompts that end; `min_layers`: of one report."""
+        """Take key and length of the prompts that end, the fewest layers of a report, and the receiver of reports."""
         self._ends = ends
         self._min_layers = min_layers
         self._emit = emit
