@@ -1,4 +1,4 @@
-"""Filters take tokens out before one is drawn: top_k, top_p, min_p. The twin on a GPU is kernels/sampling.py."""
+"""Filter the tokens that may be drawn: top_k, top_p, min_p. kernels/sampling.py does the same on a GPU."""
 
 import math
 
@@ -7,14 +7,17 @@ from torch import Tensor
 
 from baton.sampling_params import SamplingParams
 
-HEAD = 256  # tokens that nearly always hold a nucleus, so that a vocabulary need not be sorted
+HEAD = 256  # the best tokens, which nearly always contain the nucleus, so that a vocabulary need not be sorted
 WHOLE = float(1 << 40)
 NEVER = float("-inf")
 
 
 def candidates(scores: Tensor, params: SamplingParams) -> Tensor:
-    """Token ids that top_k, top_p and min_p leave of scores [vocab_size] after temperature, as transformers' warpers
-    do: ties with the k-th are kept, top_p keeps the token that crosses it, the best token always stays."""
+    """Return the token ids that top_k, top_p and min_p leave of scores [vocab_size] after temperature.
+
+    As in transformers, ties with the k-th token are kept, top_p keeps the token that crosses it, and the best token
+    always stays.
+    """
     ids = None
     if 0 < params.top_k < scores.numel():
         worst = torch.topk(scores, params.top_k).values[-1]
@@ -30,18 +33,18 @@ def candidates(scores: Tensor, params: SamplingParams) -> Tensor:
 
 
 def probability_limits(params: SamplingParams) -> tuple[float, float]:
-    """Return how much of all probability is left, and how much of the best token's a token needs."""
+    """Return the probability mass that top_p keeps, and min_p: the least probability relative to the best token."""
     return params.top_p, params.min_p
 
 
 def nucleus(scores: Tensor, top_p: float) -> Tensor:
-    """Return the indices, int64 [k], of the best of scores [vocab_size] whose probabilities first reach `top_p`, as
-    transformers cuts: from the worst up.
+    """Return the indices, int64 [k], of the best of scores [vocab_size] whose probabilities together reach `top_p`.
 
-    Among equal scores at the cut the higher ids stay (transformers leaves that to an unstable sort). Probabilities are
-    whole numbers of 2^-40 of the best one's, so that no order of adding decides.
+    As in transformers, tokens are cut from the worst up. Of equal scores at the cut the higher ids stay (transformers
+    leaves that to an unstable sort). Probabilities are integers in units of 2^-40 of the best one's, so that the order
+    of adding does not matter.
     """
-    # fp32, as kernels/sampling.py has it.
+    # fp32, as in kernels/sampling.py
     target = max(
         1,
         math.ceil(
@@ -52,7 +55,7 @@ def nucleus(scores: Tensor, top_p: float) -> Tensor:
         best = scores.topk(HEAD)
         masses = weights(best.values, best.values[0])
         count = int((masses.cumsum(dim=0) - masses < target).sum())
-        if count < HEAD and best.values[count - 1] > best.values[count]:  # not between equals
+        if count < HEAD and best.values[count - 1] > best.values[count]:  # the cut is not between equal scores
             return best.indices[:count]
     ordered, order = scores.sort(stable=True)
     masses = weights(ordered, ordered[-1]).flip(0)

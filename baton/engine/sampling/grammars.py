@@ -1,5 +1,4 @@
-"""The grammars of constraints, compiled in a thread of their own: what waits for one waits alone, and tenants take
-turns."""
+"""Compile the grammars of constraints in a thread of their own; tenants take turns."""
 
 import logging
 import time
@@ -16,29 +15,28 @@ from baton.fairness import RoundRobin
 from baton.gguf import GGUFError
 from baton.tokenizer.tokenizer_file import read_tokenizer_json
 
-NUM_KEPT = 64  # those used last; a usual one takes 100 KB
-_TURN_S = 0.1  # of the thread; who was away has saved as much as the dearest constraint takes
+NUM_KEPT = 64  # grammars kept, the last used ones; a usual one takes 100 KB
+_TURN_S = 0.1  # of the thread; a tenant may save up turns as long as the most expensive constraint takes
 
 logger = logging.getLogger(__name__)
 
 
 class Grammars:
-    """Thread-safe."""
+    """Compiled grammars of one vocabulary, shared by requests. Thread-safe."""
 
     def __init__(self, vocabulary: Vocabulary):
         self.vocabulary = vocabulary
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammars")
-        # Starts it: where that cannot be, no worker starts, and no constraint fails of it later.
+        # Starts the thread now, so that a host without threads left fails at start and not at the first constraint.
         self._thread.submit(int).result()
         self._kept: OrderedDict[Constraint, Future[Grammar]] = OrderedDict()
         self._num_users: dict[Future[Grammar], Counter[bytes]] = {}  # by tenant
-        self._lines: dict[bytes, dict[Future[Grammar], Constraint]] = {}  # of tenants, with what is to be compiled
+        self._lines: dict[bytes, dict[Future[Grammar], Constraint]] = {}  # by tenant: what is to be compiled, in order
         self._turns = RoundRobin[bytes](_TURN_S, MAX_CPU_S)
         self._lock = Lock()
 
     def compile(self, constraint: Constraint, tenant: bytes) -> Future[Grammar]:
-        """Return a constraint's grammar, as soon as it is compiled, when it is the tenant's turn; leave it once. The
-        future raises BadConstraint."""
+        """Return a future of a constraint's grammar, which raises BadConstraint. Call `leave` once for every call."""
         with self._lock:
             grammar = self._kept.get(constraint)
             if grammar is None or grammar.cancelled():
@@ -53,8 +51,7 @@ class Grammars:
             return grammar
 
     def leave(self, grammar: Future[Grammar], tenant: bytes) -> None:
-        """Let go of a grammar: no turn of a tenant is for what it waits for no more, and what nobody waits for is not
-        compiled."""
+        """Stop using a grammar. It is not compiled in this tenant's turns any more, nor at all if nobody uses it."""
         with self._lock:
             num_users = self._num_users[grammar]
             num_users[tenant] -= 1
@@ -66,7 +63,7 @@ class Grammars:
                 grammar.cancel()
 
     def _compile_next(self) -> None:
-        """Compile what is next, if anything is left."""
+        """Compile the next constraint, if any is left."""
         with self._lock:
             self._turns.wait(self._lines)
             if (tenant := self._turns.next(self._lines)) is None:
@@ -77,13 +74,13 @@ class Grammars:
         begun_at = time.monotonic()
         try:
             grammar.set_result(self.vocabulary.compile(constraint))
-        except BaseException as error:  # a panic of the library too
+        except BaseException as error:  # also a panic of the library
             grammar.set_exception(error)
         with self._lock:
             self._turns.charge(tenant, time.monotonic() - begun_at)
 
     def _take(self, grammar: Future[Grammar], tenants: Iterable[bytes]) -> None:
-        """Take a grammar out of the lines of those tenants."""
+        """Remove a grammar from what is to be compiled for these tenants."""
         for tenant in tenants:
             if line := self._lines.get(tenant):
                 line.pop(grammar, None)
@@ -92,7 +89,7 @@ class Grammars:
 
 
 def read_grammars(model: Path, vocab_size: int) -> Grammars | None:
-    """Read the vocabulary of a model folder or .gguf file; None where there are no grammars over it."""
+    """Return grammars over the vocabulary of a model folder or .gguf file, or None if it has no usable tokenizer."""
     try:
         return Grammars(Vocabulary(read_tokenizer_json(model), vocab_size))
     except (OSError, GGUFError, ValueError) as error:

@@ -1,4 +1,4 @@
-"""Take tokens out of logits by a bit for each: one call into C++ on a host, tensors on a device."""
+"""Remove tokens from logits by bit masks: in C++ on a host, by tensor operations on a device."""
 
 import ctypes
 from collections.abc import Sequence
@@ -13,8 +13,10 @@ from baton.engine.sampling.filters import NEVER
 
 
 def apply_masks(logits: Tensor, rows: Sequence[int], masks: Sequence[Tensor]) -> None:
-    """Set to -inf, in these rows of logits fp32 [R, vocab_size], every token whose bit is not set in the row's mask,
-    int32 [words] on the host."""
+    """Set logits fp32 [R, vocab_size] of these rows to -inf for every token whose bit is not set in the row's mask.
+
+    `masks`: int32 [words] on the host, one for each of `rows`.
+    """
     if logits.device.type == "cpu" and (call := _native()) is not None and logits.stride(1) == 1:
         vocab_size, pitch, first = logits.shape[1], 4 * logits.stride(0), logits.data_ptr()
         for row, mask in zip(rows, masks, strict=True):

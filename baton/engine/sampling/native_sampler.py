@@ -1,6 +1,6 @@
-"""Tokens drawn by C++ (native/sampling/draw.cpp), a call for all rows of a step: on a CPU, where there is a library.
+"""Draw tokens on a CPU by native/sampling/draw.cpp, in one call for all rows of a step.
 
-The same draw as sampler.py's, whose words hold here. Log-probabilities of rows that ask for them are taken as there.
+It draws the same tokens as sampler.py, which computes the log-probabilities of rows that ask for them here too.
 """
 
 import ctypes
@@ -15,13 +15,13 @@ from baton.engine.sampling.filters import probability_limits
 from baton.engine.sampling.penalties import changed_tokens, changes, penalties
 from baton.engine.sampling.sampler import Sampled, Sampler, SampleRow, token_logprobs
 
-SEEN = 1 << 30  # of native/sampling/draw.h
+SEEN = 1 << 30  # as in native/sampling/draw.h
 NO_CHANGES = np.empty(0, np.int32)
 _POINTER, _INT, _DOUBLE = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
 
 
 class NativeRow(ctypes.Structure):
-    """`SampleRow` of native/sampling/draw.h."""
+    """The struct `SampleRow` of native/sampling/draw.h."""
 
     _fields_ = [
         *(
@@ -39,15 +39,17 @@ class NativeRow(ctypes.Structure):
 
 
 def changes_of(row: SampleRow) -> np.ndarray:
-    """Return the tokens whose logits change, int32 [3 * tokens] as `changed_tokens` returns them."""
+    """Return the tokens whose logits change, as `changed_tokens` does, int32 [3 * tokens]."""
     if not changes(row.params, row.min_tokens_left_bans):
         return NO_CHANGES
     return changed_tokens(row.params, row.prompt_ids, row.output_ids, row.min_tokens_left_bans, SEEN)
 
 
 def native_row(row: SampleRow, changed: np.ndarray, num_changes: int) -> NativeRow:
-    """Return the row as the kernels take it; `changed`, of which `num_changes` tokens count, and its mask have to live
-    as long."""
+    """Return the row for the kernels, with the first `num_changes` tokens of `changed`.
+
+    It points to `changed` and to the row's mask, which must live as long.
+    """
     params = row.params
     return NativeRow(
         params.temperature, *probability_limits(params), *penalties(params), params.top_k, params.seed & (1 << 64) - 1,
@@ -57,14 +59,14 @@ def native_row(row: SampleRow, changed: np.ndarray, num_changes: int) -> NativeR
 
 
 class NativeSampler(Sampler):
-    """See the module. A row takes the same path whatever shares its batch."""
+    """Draws tokens by native code. A row takes the same path whatever else is in its batch."""
 
     def __init__(self, library: native.NativeLibrary):
         arguments = (_POINTER, _POINTER, _INT, _INT, _POINTER, _INT)
         self._draw = library.function("baton_draw", *arguments)
 
     def sample(self, logits: Tensor, rows: Sequence[SampleRow]) -> list[Sampled]:
-        """logits fp32 [R, vocab_size], one SampleRow each. `logits` is left as it is."""
+        """Draw one token for each row of logits fp32 [R, vocab_size], which are not changed."""
         logits = logits.contiguous()
         changed = [changes_of(row) for row in rows]
         pairs = zip(rows, changed, strict=True)
@@ -77,6 +79,6 @@ class NativeSampler(Sampler):
 
 
 def host_sampler() -> Sampler:
-    """Return the sampler of a CPU."""
+    """Return the sampler of a CPU: native if there is a library."""
     library = native.library()
     return Sampler() if library is None else NativeSampler(library)

@@ -1,8 +1,8 @@
-"""Counter-based noise: a function of (seed, choice, position, token id) and of nothing else.
+"""Make counter-based noise: a function of (seed, choice, position, token id) alone.
 
-Drawing a token is argmax(score + Gumbel noise), so the token at a position is the same on every worker, alone or
-in a batch, with a draft or without. The bits are SplitMix64's: the generator seeded with the key of
-(seed, choice, position), at index token id. Integers wrap at 64 bits alike in Python and torch.
+A token is drawn as argmax(score + Gumbel noise), so the token at a position is the same on every worker, alone or in a
+batch, with or without speculation. The bits are those of SplitMix64, seeded with the key of (seed, choice, position),
+at index token id. Integers wrap at 64 bits in Python as in torch.
 """
 
 import torch
@@ -14,7 +14,10 @@ MASK = (1 << 64) - 1
 
 
 def noise_key(seed: int, choice: int, position: int) -> int:
-    """64 bits, as the signed integer that torch wants. `position`: index in the whole sequence of the token drawn."""
+    """Return a key of 64 bits as a signed integer, which torch needs.
+
+    `position`: the index in the whole sequence of the token being drawn.
+    """
     key = _mix(seed & MASK)
     for part in (choice, position):
         key = _mix((key + GOLDEN * (part + 1)) & MASK)
@@ -22,8 +25,10 @@ def noise_key(seed: int, choice: int, position: int) -> int:
 
 
 def uniform(keys: Tensor | int, token_ids: Tensor) -> Tensor:
-    """Return fp64 in (0, 1), 53 bits, in the shape that `keys` [R, 1] or a scalar and int64 `token_ids` [V] or [R, V]
-    have together: [V] or [R, V]."""
+    """Return uniform fp64 in (0, 1) with 53 random bits, in the broadcast shape of `keys` and `token_ids`.
+
+    `keys`: [R, 1] or a scalar. `token_ids`: int64 [V] or [R, V].
+    """
     x = (token_ids + 1) * _signed(GOLDEN) + keys
     x ^= _shifted(x, 30)
     x *= _signed(MIX_1)
@@ -34,8 +39,10 @@ def uniform(keys: Tensor | int, token_ids: Tensor) -> Tensor:
 
 
 def gumbel(uniforms: Tensor) -> Tensor:
-    """Return Gumbel noise of uniforms [...], in their shape and precision. Small uniforms are the winners: that end has
-    the resolution."""
+    """Return Gumbel noise of uniforms [...], in their shape and precision.
+
+    Small uniforms make the largest noise, since floats have the highest resolution near 0.
+    """
     return torch.log1p(-uniforms).neg_().log_().neg_()
 
 
@@ -51,5 +58,5 @@ def _signed(x: int) -> int:
 
 
 def _shifted(x: Tensor, bits: int) -> Tensor:
-    """x >> bits of the 64 bits as they are: torch shifts the sign in."""
+    """Return x >> bits of the unsigned 64 bits; torch's own shift extends the sign."""
     return (x >> bits).bitwise_and_((1 << (64 - bits)) - 1)

@@ -1,8 +1,10 @@
-"""Tokens drawn where the logits are (kernels/sampling.py): one copy of parameters to the device and two launches, and
-nothing waits for the device before the token ids.
+"""Draw tokens on the device of the logits by kernels/sampling.py.
 
-The same draw as sampler.py's, whose words hold here. Rows that give log-probabilities too take the other path, which
-asks the device more often.
+That is one copy of parameters to the device and two launches, without waiting for the device before the token ids are
+read.
+
+It draws the same tokens as sampler.py. Rows with log-probabilities are drawn there, which waits for the device more
+often.
 """
 
 from collections.abc import Sequence
@@ -19,11 +21,11 @@ from baton.engine.sampling.noise import noise_key
 from baton.engine.sampling.penalties import changed_tokens, changes, penalties
 from baton.engine.sampling.sampler import NO_TOKENS, Sampled, Sampler, SampleRow
 
-MAX_INT32 = 2**31 - 1  # that a word holds
+MAX_INT32 = 2**31 - 1  # of a word
 
 
 class DeviceSampler(Sampler):
-    """See the module. A row takes the same path whatever shares its batch."""
+    """Draws tokens on a GPU. A row takes the same path whatever else is in its batch."""
 
     def __init__(self):
         from baton.engine.kernels import sampling  # triton is an extra
@@ -31,7 +33,7 @@ class DeviceSampler(Sampler):
         self._kernels = sampling
 
     def sample(self, logits: Tensor, rows: Sequence[SampleRow]) -> list[Sampled]:
-        """Draw one token per row of logits fp32 [R, vocab_size], which stay as they are."""
+        """Draw one token for each row of logits fp32 [R, vocab_size], which are not changed."""
         drawn = [index for index, row in enumerate(rows) if row.params.logprobs is None]
         if len(drawn) == len(rows):
             return [Sampled(token_id, None) for token_id in self.draw(logits, rows).tolist()]
@@ -43,7 +45,7 @@ class DeviceSampler(Sampler):
         return [found[index] for index in range(len(rows))]
 
     def draw(self, logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:
-        """See Sampler. Nothing waits."""
+        """Draw tokens as Sampler.draw does, without waiting for the device."""
         given, num_slots = packed(self._kernels, rows)
         if logits.device.type == "cuda":
             given = given.pin_memory()
@@ -51,13 +53,15 @@ class DeviceSampler(Sampler):
 
 
 def sampler_on(device: torch.device) -> Sampler:
-    """Return the sampler of a GPU; without Triton it is that of the host."""
+    """Return the sampler of a GPU; without Triton, the host's."""
     return Sampler() if kernels.unavailable(device.type) else DeviceSampler()
 
 
 def packed(kernel: ModuleType, rows: Sequence[SampleRow]) -> tuple[Tensor, int]:
-    """Return int32 on the host, a record for each row and then what it points to, as the kernels read them, and how
-    many rows need their scores kept."""
+    """Return rows as the kernels read them, and how many rows need their scores kept.
+
+    The tensor is int32 on the host: a record for each row, then the arrays that the records point to.
+    """
     floats, ways, pointers, parts = [], [], [], []
     end, num_slots = len(rows) * kernel.RECORD.value, 0
     for row in rows:
@@ -91,8 +95,10 @@ def packed(kernel: ModuleType, rows: Sequence[SampleRow]) -> tuple[Tensor, int]:
 
 
 def plain_row(request: Request, choice: int, num_tokens: int) -> SampleRow | None:
-    """Return what the token after `num_tokens` tokens is drawn with, whatever these are; None where it depends on
-    them, or where its log-probabilities are asked for."""
+    """Return the parameters for drawing the token after the first `num_tokens`, if they do not depend on these tokens.
+
+    None if they do (penalties, a constraint), or if log-probabilities are asked for.
+    """
     params = request.sampling
     if request.constraint is not None or params.has_penalties or params.logprobs is not None:
         return None

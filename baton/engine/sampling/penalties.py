@@ -1,5 +1,8 @@
-"""Change logits before a temperature does, in this order: repetition penalty (prompt and output), presence and
-frequency penalties (output only), logit bias, and the ban on ending before min_tokens."""
+"""Change logits before the temperature.
+
+The order is: repetition penalty (prompt and output), presence and frequency penalties (output only), logit bias, and
+the ban on stop tokens before min_tokens.
+"""
 
 from collections.abc import Sequence
 
@@ -18,7 +21,7 @@ def changes(params: SamplingParams, banned: frozenset[int]) -> bool:
 
 
 def penalties(params: SamplingParams) -> tuple[float, float, float]:
-    """Return what multiplies logits, and what is taken from them: once, and for each time in the output."""
+    """Return the repetition, presence and frequency penalties, in this order."""
     return params.repetition_penalty, params.presence_penalty, params.frequency_penalty
 
 
@@ -55,9 +58,11 @@ def changed_tokens(
     banned: frozenset[int],
     seen: int,
 ) -> np.ndarray:
-    """Return what `penalize` changes as kernels/sampling.py reads it, int32 [3 * tokens], of each token: its id, how
-    often it is in the output, with `seen` where the repetition penalty meets it, and the fp32 that is added, as its
-    bits; -inf is a ban."""
+    """Return the tokens that `penalize` changes, as kernels/sampling.py reads them: int32 [3 * tokens].
+
+    Each token has its id; its number of occurrences in the output, with the bit `seen` if the repetition penalty
+    applies; and the bits of the fp32 to add (-inf for a banned token).
+    """
     output = np.asarray(output_ids, np.int32)
     repeated = output[:0]
     if params.repetition_penalty != 1.0:

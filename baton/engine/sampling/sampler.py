@@ -1,7 +1,7 @@
-"""Logits to tokens. Order: penalties and bias, the mask of a constraint, then greedy, or temperature, filters and
-Gumbel noise.
+"""Draw tokens from logits: penalties and bias, the mask of a constraint, then greedy, or temperature, filters and
+noise.
 
-A row's token is a function of its logits and of (seed, choice, position); it does not depend on the rows beside it.
+A row's token is a function of its logits and of (seed, choice, position), whatever other rows are in the batch.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,25 +19,24 @@ from baton.engine.sampling.noise import gumbel, noise_key, uniform
 from baton.engine.sampling.penalties import TokenIds, changes, penalize
 from baton.sampling_params import SamplingParams
 
-# Noise over a whole vocabulary is taken in fp32 first; what comes this near to the best is compared again in fp64, so
-# that the outcome does not depend on the last bit of a vectorised logarithm.
+# Noise for a whole vocabulary is computed in fp32 first. Tokens this near to the best are compared again in fp64, so
+# that the result does not depend on the last bit of a vectorised logarithm.
 NEAR = 1e-3
-ROWS_AT_ONCE = 8  # of a whole vocabulary, so that the noise stays in cache
-PROMPT_ROWS = 64  # of a prompt, whose logits are there at a time
+ROWS_AT_ONCE = 8  # rows whose noise is computed together, so that it stays in cache
+PROMPT_ROWS = 64  # rows of a prompt whose logits are in memory at a time
 
 
 @dataclass(frozen=True, slots=True)
 class SampleRow:
-    """Parameters that one row of logits is drawn with. `position`: index in the whole sequence of the token being
-    drawn."""
+    """The parameters for drawing one token. `position`: the token's index in the whole sequence."""
 
     params: SamplingParams
     choice: int
     position: int
-    prompt_ids: TokenIds = ()  # what a repetition penalty meets, each once or as often as it is there
+    prompt_ids: TokenIds = ()  # for the repetition penalty; duplicates do not matter
     output_ids: Sequence[int] = ()
-    min_tokens_left_bans: frozenset[int] = frozenset()  # ids that may not be drawn while min_tokens is not reached
-    mask: Tensor | None = None  # int32 [words] on the host, a bit for each id: only ids whose bit is set are drawn
+    min_tokens_left_bans: frozenset[int] = frozenset()  # ids that may not be drawn before min_tokens
+    mask: Tensor | None = None  # int32 [words] on the host: only ids whose bit is set may be drawn
 
 
 NO_TOKENS: frozenset[int] = frozenset()
@@ -47,8 +46,10 @@ def sample_row(
     request: Request, params: SamplingParams, choice: int, token_ids: list[int], draft_ids: Sequence[int] = (),
     mask: Tensor | None = None,
 ) -> SampleRow:  # fmt: skip
-    """Return the parameters of the token after token_ids + draft_ids. `params`: request.sampling, or it without
-    logprobs; `mask`: of a constraint, which knows of min_tokens."""
+    """Return the parameters for drawing the token after token_ids + draft_ids.
+
+    `params`: request.sampling, or a copy without logprobs. `mask`: of a constraint, and already respects min_tokens.
+    """
     num_tokens, border = len(token_ids) + len(draft_ids), request.num_prompt_tokens
     is_early = mask is None and num_tokens - border < request.min_tokens
     banned = request.stop_token_ids if is_early else NO_TOKENS
@@ -59,23 +60,24 @@ def sample_row(
 
 
 def prompt_seen(request: Request) -> np.ndarray:
-    """Return the different tokens of a prompt, found once: in each step 32,768 tokens took 3.5 ms, in which all
-    sequences wait."""
+    """Return the distinct tokens of a prompt, computed once: for 32,768 tokens every step would take 3.5 ms longer."""
     if not request.prompt_seen:
         request.prompt_seen.append(np.unique(np.asarray(request.token_ids[: request.num_prompt_tokens], np.int32)))
     return request.prompt_seen[0]
 
 
 class Sampled(NamedTuple):
+    """A drawn token."""
+
     token_id: int
     logprobs: TokenLogprobs | None
 
 
 class Sampler:
-    """Draws one token per row."""
+    """Draws one token for each row of logits, on the host."""
 
     def sample(self, logits: Tensor, rows: Sequence[SampleRow]) -> list[Sampled]:
-        """logits fp32 [R, vocab_size], one SampleRow each. `logits` is left as it is."""
+        """Draw one token for each row of logits fp32 [R, vocab_size], which are not changed."""
         scores = self._penalized(logits, rows)
         token_ids = scores.argmax(dim=1).tolist()
         plain = []
@@ -94,7 +96,8 @@ class Sampler:
         return [Sampled(token_id, logprobs.get(index)) for index, token_id in enumerate(token_ids)]
 
     def draw(self, logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:
-        """Return the same tokens where the logits are, int64 [R]. No row asks for log-probabilities."""
+        """Draw the same tokens as `sample`, as int64 [R] on the logits' device. No row may ask for
+        log-probabilities."""
         token_ids = [each.token_id for each in self.sample(logits, rows)]
         return torch.tensor(token_ids, dtype=torch.int64, device=logits.device)
 
@@ -113,7 +116,8 @@ class Sampler:
 
 
 def draw_filtered(scores: Tensor, row: SampleRow) -> int:
-    """One token of scores [vocab_size] (before temperature); noise is made for what survives the filters only."""
+    """Draw one token from scores [vocab_size] (before temperature), with noise only for the tokens left by the
+    filters."""
     scores = scores / row.params.temperature
     ids = candidates(scores, row.params)
     if ids.numel() == 1:
@@ -123,7 +127,7 @@ def draw_filtered(scores: Tensor, row: SampleRow) -> int:
 
 
 def draw_plain(scores: Tensor, rows: Sequence[SampleRow]) -> list[int]:
-    """One token per row of scores [R, vocab_size] (before temperature), no filters: any token may win."""
+    """Draw one token for each row of scores [R, vocab_size] (before temperature), without filters."""
     device = scores.device
     temperatures = torch.tensor([row.params.temperature for row in rows], device=device).unsqueeze(1)
     keys = [noise_key(row.params.seed, row.choice, row.position) for row in rows]
@@ -141,13 +145,15 @@ def draw_plain(scores: Tensor, rows: Sequence[SampleRow]) -> list[int]:
 
 
 def token_logprobs(logits: Tensor, rows: Sequence[SampleRow], token_ids: Sequence[int]) -> dict[int, TokenLogprobs]:
-    """Return by row index, for the rows that asked, the log-softmax of the raw logits [R, vocab_size]: chosen and
-    best."""
+    """Return the log-probabilities of the chosen and the best tokens, by row index, for rows that ask for them.
+
+    They are the log-softmax of the raw logits [R, vocab_size].
+    """
     asked = [index for index, row in enumerate(rows) if row.params.logprobs is not None]
     if not asked:
         return {}
     result = {}
-    # One call per width: which of several equal values topk names first depends on how many are wanted.
+    # One call for each count: the order of equal values in topk depends on it.
     for count in {rows[index].params.logprobs for index in asked}:
         lines = [index for index in asked if rows[index].params.logprobs == count]
         result |= zip(lines, best_logprobs(logits[lines], [token_ids[index] for index in lines], count), strict=True)
@@ -157,9 +163,11 @@ def token_logprobs(logits: Tensor, rows: Sequence[SampleRow], token_ids: Sequenc
 def prompt_logprobs(
     hidden: Tensor, token_ids: Sequence[int], count: int, to_logits: Callable[[Tensor], Tensor]
 ) -> list[TokenLogprobs]:
-    """Return the log-probabilities of a prompt's tokens, each behind its row of hidden [R, hidden_size]: the token's
-    and the `count` best. Logits are made of a few rows at a time: those of a chunk of 8,192 would be 4.6 GB with a
-    vocabulary of 151,936."""
+    """Return the log-probabilities of a prompt's tokens and of the `count` best in their places.
+
+    Each token follows its row of hidden [R, hidden_size]. Logits are computed for a few rows at a time: for a chunk of
+    8,192 and a vocabulary of 151,936 they would take 4.6 GB.
+    """
     found = []
     for begin in range(0, len(token_ids), PROMPT_ROWS):
         part = token_ids[begin : begin + PROMPT_ROWS]
@@ -173,7 +181,7 @@ def label_logprobs(logits: Tensor, token_ids: Sequence[int]) -> list[float]:
 
 
 def best_logprobs(logits: Tensor, token_ids: Sequence[int], count: int) -> list[TokenLogprobs]:
-    """Return the log-softmax of logits [R, vocab_size]: of a token for each row, and of the `count` best."""
+    """Return the log-softmax of logits [R, vocab_size] for a given token of each row and for the `count` best."""
     table = logits.log_softmax(dim=1)
     chosen = table.gather(1, torch.tensor(token_ids, device=table.device).unsqueeze(1)).squeeze(1).tolist()
     values, ids = (part.tolist() for part in table.topk(min(count, table.shape[1]), dim=1))

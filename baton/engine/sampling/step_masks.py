@@ -1,5 +1,4 @@
-"""The tokens that a constraint leaves a sequence in one step: a bit for each, for its last token and for each
-proposal."""
+"""Make the masks of one step: the tokens that a constraint allows after a sequence's last token and each proposal."""
 
 from collections.abc import Set
 from typing import NamedTuple
@@ -12,8 +11,8 @@ from baton.constraints.grammar import WORD_BITS, GrammarCursor, Vocabulary
 
 
 class StepMasks(NamedTuple):
-    """Where `num_good` is less than the rows, nothing may follow there, for the reason `problem`: that row and those
-    behind it mean nothing."""
+    """The masks of one sequence. From row `num_good` on they are invalid: no token may follow there, because of
+    `problem`."""
 
     rows: Tensor  # int32 [1 + proposals, num_words], on the host
     num_good: int
@@ -23,8 +22,11 @@ class StepMasks(NamedTuple):
 def step_masks(
     vocabulary: Vocabulary, cursor: GrammarCursor, draft_ids: list[int], stop_token_ids: Set[int], num_until_stop: int
 ) -> StepMasks:
-    """Return the masks behind `cursor` and behind each proposal. Stop tokens are drawn where the answer may end, and
-    only there: in the next `num_until_stop` tokens (of min_tokens) only where nothing else may follow."""
+    """Return the masks after `cursor` and after each proposal.
+
+    Stop tokens are allowed only where the answer may end. Within the next `num_until_stop` tokens (before min_tokens)
+    they are allowed only if no other token is.
+    """
     masks = vocabulary.new_masks(1 + len(draft_ids))
     num_good, problem = 0, ""
     for mask, place in zip(masks, [cursor, *cursor.behind(draft_ids)], strict=True):
@@ -35,8 +37,10 @@ def step_masks(
 
 
 def fill_mask(mask: np.ndarray, cursor: GrammarCursor, stop_token_ids: Set[int], is_early: bool) -> str:
-    """Set `mask`, int32 [num_words], to what may follow at `cursor`; stop tokens as in `step_masks`. Return why nothing
-    may, or ""."""
+    """Set `mask`, int32 [num_words], to the tokens allowed at `cursor`, with stop tokens as in `step_masks`.
+
+    Returns why no token is allowed, or "".
+    """
     if not cursor.fill(mask):
         return cursor.problem
     _set_stops(mask.view(np.uint32), stop_token_ids, cursor.may_end, is_early)
