@@ -1,8 +1,8 @@
 """One engine: a model, its pool of KV, and the requests it serves.
 
-any thread   submit, cancel; engine.admission: credit, fetches, leases, parking     at once    (admission.py)
-any thread   engine.ledger: counts and names of blocks                              at once    (kv/ledger.py)
-the loop     step: commands, schedule (scheduler.py), run (runner.py), outputs (output_processor.py)    (loop.py)
+any thread   submit, cancel; engine.admission: credit, fetches, leases, parking     never waits   (admission.py)
+any thread   engine.ledger: counts and names of blocks                              never waits   (kv/ledger.py)
+the loop     step: commands, schedule (scheduler.py), run (runner.py), outputs (output_processor.py)  (loop.py)
 """
 
 import logging
@@ -53,7 +53,7 @@ logger = logging.getLogger(__name__)
 
 
 class Engine:
-    """See the module. `step` and `fail` belong to one thread, the loop's; everything else is thread-safe."""
+    """One model that serves requests. `step` and `fail` belong to the loop's thread; everything else is thread-safe."""
 
     def __init__(
         self,
@@ -67,8 +67,7 @@ class Engine:
         ranks: Ranks | None = None,
         grammars: Grammars | None = None,
     ):
-        """`config` is resolved; `pool` has config.num_blocks blocks, or places for more. Engine.load makes all of these
-        from a folder."""
+        """Take the parts that `load` makes. `config` is resolved; `pool` may have more ids than whole blocks."""
         self.config = config
         self.spec: ModelSpec = model.spec
         self.layout: KVLayout = pool.layout
@@ -83,26 +82,22 @@ class Engine:
         copies = Copies(self.runner.copy_block, self.runner.copy_state)
         self.scheduler = Scheduler(config, pool.layout, self.ledger, shares, lengths, copies)
         self.lifecycle = GroupLifecycle(pool.layout, self.ledger, self.inbox, groups, self.scheduler, grammars)
-        self.grammars = grammars  # None: it keeps no answer to a constraint
+        self.grammars = grammars  # None: requests with a constraint are refused
         self.adapters = Adapters(model, config.adapter_slots)
         self.admission = Admission(config, pool.layout, self.lifecycle, shares, self.adapters)
-        self.ranks = ranks  # that share the model with this process
+        self.ranks = ranks  # the other processes of the engine, if any
         self._multi_step = None if ranks else MultiStep.of(self.runner, self.inbox.address)
         self.output_processor = OutputProcessor(self.scheduler, self.lifecycle, self.runner)
-        self.speculator = Speculator(
-            proposers,
-            self.scheduler,
-            config.num_draft_tokens,
-            clock_for(pool.device),
-            MAX_STEPS if self._multi_step else 1,
-        )
-        self.on_progress: Callable[[list[Output]], None] = lambda outputs: None  # in mid-step; the loop sets it
+        max_steps = MAX_STEPS if self._multi_step else 1
+        clock, num_draft_tokens = clock_for(pool.device), config.num_draft_tokens
+        self.speculator = Speculator(proposers, self.scheduler, num_draft_tokens, clock, max_steps)
+        self.on_progress: Callable[[list[Output]], None] = lambda outputs: None  # called in mid-step; set by the loop
         self.step_number = 0
-        self.has_computed = False  # the last step computed or launched something
+        self.has_computed = False  # whether the last step computed or launched anything
         self.last_batch_size = 0  # sequences of the last step
-        self._outputs: list[Output] = []  # of the call of `step` that runs
-        self._computing: list[Slice] = []  # by it, and not collected yet
-        self._flights: deque[Flight] = deque()  # steps that were launched and not read, the first first
+        self._outputs: list[Output] = []  # of the running call of `step`
+        self._computing: list[Slice] = []  # slices that are being computed and not collected yet
+        self._flights: deque[Flight] = deque()  # launched steps that were not read yet, oldest first
         self._deferred: deque[Command] = deque()  # commands for keys in flight
         self._pending = PendingCommands(self.inbox.ring)
         self.work = StepWork()
@@ -114,10 +109,13 @@ class Engine:
         cls, config: EngineConfig, memory_for: MemoryFor | None = None, gpu_memory_for: GpuMemoryFor | None = None,
         proposers: Sequence[Proposer] | None = None, joining: Joining | None = None, rank_program: str | None = None,
     ) -> "Engine":  # fmt: skip
-        """Reads the model folder and sizes the pool. `memory_for(num_bytes)` gives the pool's memory on a CPU,
-        `gpu_memory_for(num_bytes, device)` on a GPU; without them torch allocates. `proposers`: in place of those that
-        the config names; `joining`: where ranks of other hosts join; `rank_program`: a module, what other ranks on GPUs
-        run. Raises ModelError (names the file), ValueError (names the option)."""
+        """Load the model and size the pool.
+
+        `memory_for(num_bytes)` returns the pool's memory on a CPU, `gpu_memory_for(num_bytes, device)` on a GPU; by
+        default torch allocates it. `proposers` replace those that the config names. `joining` is where ranks of other
+        hosts join, `rank_program` the module that other ranks on GPUs run. Raises ModelError (names the file),
+        ValueError (names the option).
+        """
         vocab_size = read_spec(config.model).vocab_size
         with ThreadPoolExecutor(1, "vocabulary") as thread:  # 1.2 s for 131,072 tokens, beside the weights
             reading = thread.submit(read_grammars, config.model, vocab_size)
@@ -146,8 +144,7 @@ class Engine:
 
     @property
     def numerics_class(self) -> NumericsClass:
-        """Return the class of engines that KV of this one may feed. The kernels are part of it: each adds in an order
-        of its own."""
+        """The class of engines that may exchange KV. Kernels are part of it: each adds in an order of its own."""
         return NumericsClass(
             identity=self.model_identity.hex(),
             weights=self.weight_form,
@@ -159,25 +156,27 @@ class Engine:
 
     @property
     def weight_form(self) -> str:
-        """Short names of the forms of its linear weights."""
+        """The short names of the forms of its linear weights."""
         return self.runner.model.weights.form
 
     @property
     def model_name(self) -> str:
-        """Return the name that clients, metrics and traces know."""
+        """The name for clients, metrics and traces."""
         return self.config.served_model_name or self.spec.name
 
     def add_adapter(self, name: str, folder: Path) -> bytes:
-        """Read an adapter that requests may name from now on; returns its identity. Raises ModelError."""
+        """Read an adapter that requests may name from now on, and return its identity. Raises ModelError."""
         if name == self.model_name:
             raise ModelError(f"{folder}: an adapter cannot have the name of the model, {name}")
         return self.adapters.add(name, folder)
 
-    # ---- for a program that runs the engine alone; workers ask `admission`, which offers more ----
+    # ---- for programs that run an engine alone; workers use `admission`, which offers more ----
 
     def submit(self, request: Request) -> None:
-        """Take a request to prefill and decode here; its outputs come from `step`. Waits for its adapter to be ready.
-        Raises Refusal, and ValueError as Admission.admit does."""
+        """Submit a request to prefill and decode here; `step` returns its outputs.
+
+        Waits until its adapter is ready. Raises Refusal and ValueError as Admission.admit does.
+        """
         try:
             self.admission.submit(request)
         except Refusal as refusal:
@@ -187,7 +186,7 @@ class Engine:
             self.admission.submit(request)
 
     def cancel(self, key: Key) -> None:
-        """End a key in any state, once. Idempotent."""
+        """End a key in any state. Idempotent."""
         self.admission.cancel(key)
 
     def load_report(self) -> LoadReport:
@@ -205,8 +204,7 @@ class Engine:
         )
 
     def check_integrity(self) -> None:
-        """Raise AssertionError unless every block is held by exactly its known holders. Waits for the step in
-        flight."""
+        """Raise AssertionError unless every block is held by exactly its known holders. Waits for a running step."""
         with self._stepping, self.ledger.lock:
             self.ledger.check_integrity()
             self.ledger.check_holders(self.lifecycle.holdings(), self.lifecycle.seen())
@@ -215,17 +213,20 @@ class Engine:
                 states.check_holders(self.lifecycle.state_holdings())
                 assert states.num_reserved == self.lifecycle.num_states_promised()
 
-    # ---- the loop's ----
+    # ---- of the loop ----
 
     def has_work(self) -> bool:
         has_input = bool(self.inbox or self._deferred or self._pending)
         return has_input or bool(self._flights) or self.scheduler.has_work()
 
     def step(self) -> list[Output]:
-        """One step: all that it gives out. Where the launcher overlaps, a step is launched, and read behind the launch
-        of its successors: by the next call, or by the same one where launching takes this thread's time. Commands are
-        obeyed meanwhile, but for those that concern keys in flight: for these, for deadlines, and for steps that cannot
-        be launched ahead nothing is in flight, so all that gives blocks back comes after what touches them."""
+        """Run one step and return its outputs.
+
+        If the launcher overlaps steps, a step is launched, and read after its successors are launched: by the next
+        call, or by the same one if launching itself computes. Commands are obeyed meanwhile, except those for keys in
+        flight. These, deadlines, and steps that cannot be launched ahead wait until nothing is in flight, so blocks are
+        released only after the steps that touch them.
+        """
         with self._stepping, self.runner.launcher.stream_context():
             self._outputs, self._computing = [], []
             failpoints.hit("engine.step")
@@ -256,11 +257,14 @@ class Engine:
             return self._outputs
 
     def fail(self, message: str) -> list[Output]:
-        """Recover from a step that raised: return the outputs it had given before, and end the keys that it computed,
-        `failed` where there was one, `failed_together` where there were several. Where it computed none every key ends.
-        Their blocks come back, the engine keeps running."""
+        """Recover from a step that raised, and return its outputs: those made before, and the ends of the keys that it
+        computed.
+
+        A lone key ends as `failed`, several as `failed_together`. If it computed none, every key ends. Their blocks are
+        released, and the engine keeps running.
+        """
         with self._stepping:
-            with suppress(Exception):  # the device is lost: then nothing computes there either
+            with suppress(Exception):  # if the device is lost, nothing computes there either
                 self.runner.launcher.wait()
             computing = [*self._computing, *(piece for flight in self._flights for piece in flight.slices)]
             self._flights.clear()
@@ -274,11 +278,11 @@ class Engine:
 
     @property
     def _overlaps(self) -> bool:
-        """Proposals need the tokens before them."""
+        """Whether steps are launched ahead: not with proposers, which need the tokens drawn before."""
         return self.runner.launcher.overlaps and not self.speculator.proposers
 
     def _collect_step(self, goes_on: bool) -> None:
-        """Read the first flight, behind the launch of others where it `goes_on` and there are any."""
+        """Read the oldest flight; if `goes_on`, launch the steps that may follow those in flight first."""
         launcher = self.runner.launcher
         while goes_on and len(self._flights) < launcher.depth:
             following = self.scheduler.follow([flight.slices for flight in self._flights], launcher.num_stages)
@@ -297,8 +301,7 @@ class Engine:
         self._computing = []
 
     def _obey_behind(self) -> None:
-        """Obey what concerns none of the keys in flight, while their steps are computed; the rest waits until all have
-        passed."""
+        """Obey commands for keys that are not in flight; defer the others until nothing is in flight."""
         in_flight = {piece.seq.group.key for flight in self._flights for piece in flight.slices}
         in_flight |= {command.key for command in self._deferred}
         for command in chain(self.inbox.drain(), self._pending.take_ready()):
@@ -308,7 +311,7 @@ class Engine:
                 self._obey(command)
 
     def _launch_step(self, slices: list[Slice]) -> None:
-        """Launch a step behind those in flight; `_collect_step` reads it."""
+        """Launch a step after those in flight; `_collect_step` reads it."""
         before = self._flights[-1] if self._flights else None
         self._computing = slices
         self._note_launch(slices, time.monotonic())
@@ -322,7 +325,7 @@ class Engine:
                 self.lifecycle.happen(seq.group, GroupEvent.LAUNCH, launched_at)
 
     def _run_step(self, slices: list[Slice]) -> None:
-        """Compute a step, or several in one call, from its proposals to its outputs; nothing is in flight."""
+        """Compute a step, or several in one call, from proposals to outputs, with nothing in flight."""
         self._computing = slices
         launched_at = time.monotonic()
         self._note_launch(slices, launched_at)
@@ -341,7 +344,7 @@ class Engine:
         self._rate.add(sum(len(samples) for _, samples in drawn))
 
     def _obey(self, command: Command) -> None:
-        """Obey a command. An exception ends the command's key and nothing else."""
+        """Obey a command. An exception ends only the command's key."""
         if isinstance(command, RequestEnded):
             self._outputs.append(command)
             return
@@ -367,7 +370,7 @@ class Engine:
             case Stop():
                 self._end(group, "cancelled")
             case Park():
-                if group.prefilled:  # a prompt that is being read has nothing yet to continue from
+                if group.prefilled:  # a prompt that is being computed has nothing to continue from yet
                     self.lifecycle.happen(group, GroupEvent.PARK)
             case Resume():
                 self.lifecycle.happen(group, GroupEvent.RESUME)
@@ -388,7 +391,7 @@ class Engine:
             self._let_end(group, GroupEvent.DEADLINE, Ending("deadline", "the deadline has passed"))
 
     def _end(self, group: Group, error: str = "", message: str = "") -> None:
-        """Nothing where it has ended already."""
+        """End a group, unless it has ended already."""
         self._let_end(group, GroupEvent.END, Ending(error, message))
 
     def _let_end(self, group: Group, event: GroupEvent, ending: Ending) -> None:

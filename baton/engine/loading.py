@@ -1,4 +1,4 @@
-"""Load an engine's parts: of one process or of ranks on CPUs and GPUs."""
+"""Load an engine's parts, of one process or of several ranks, on CPUs or GPUs."""
 
 from baton.engine import kernels
 from baton.engine.core.config import EngineConfig
@@ -12,8 +12,10 @@ def load(
     config: EngineConfig, identity: bytes, memory_for: MemoryFor | None, gpu_memory_for: GpuMemoryFor | None,
     make: MakeProposers | None, joining: Joining | None, rank_program: str | None,
 ) -> EngineParts:  # fmt: skip
-    """Load the parts of an engine on whatever computes it; arguments as of load_parts. `rank_program`: what other
-    ranks on GPUs run, in place of gpu_ranks/build.py's."""
+    """Load the parts of an engine on the configured device, with the arguments of load_parts.
+
+    `rank_program` is the module that other ranks on GPUs run, instead of gpu_ranks/build.py.
+    """
     if find_device(config.device).type == "cuda":
         kernels.prepare()
         if config.num_ranks > 1:

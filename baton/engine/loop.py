@@ -1,4 +1,4 @@
-"""The engine's own thread: commands, a step, outputs, again. Its beat is the health of the worker."""
+"""Run an engine in a thread of its own. The time of the last loop tells whether the worker is healthy."""
 
 import logging
 import threading
@@ -14,17 +14,19 @@ from baton.engine.engine import Engine
 from baton.engine.parallel.collectives import RankLost
 from baton.lines import one_line
 
-ENGINE_THREAD = "engine-loop"  # and those that compute with it
-IDLE_BEAT_S = 0.25  # an idle loop still looks at deadlines and says that it lives
+ENGINE_THREAD = "engine-loop"  # threads that compute with it have the same name
+IDLE_BEAT_S = 0.25  # an idle loop still checks deadlines and updates `last_beat`
 
 logger = logging.getLogger(__name__)
 
 
 class EngineLoop:
-    """Owns the thread that steps an engine. `on_outputs` is called on it, with the non-empty outputs of each step (and
-    in mid-step with how far a held prompt is written), and must neither block nor raise; submit, start, cancel and the
-    like wake it by themselves. `on_device_lost(reason)` is called on it when the GPU fails for good,
-    `on_broken(reason)` when what a failed step held cannot be given back; they end the process."""
+    """Owns the thread that steps an engine. Commands (submit, start, cancel and others) wake it.
+
+    The callbacks run on that thread. `on_outputs` gets the non-empty outputs of each step, and in mid-step the progress
+    of held prefills; it must neither block nor raise. `on_device_lost(reason)` is called when the GPU fails
+    permanently, `on_broken(reason)` when the blocks of a failed step cannot be released; both end the process.
+    """
 
     def __init__(
         self,
@@ -36,14 +38,14 @@ class EngineLoop:
         self.engine = engine
         self._on_device_lost, self._on_broken = on_device_lost, on_broken
         engine.on_progress = on_outputs
-        self.last_beat = time.monotonic()  # a stalled step leaves it behind
+        self.last_beat = time.monotonic()  # falls behind while a step stalls
         self._on_outputs = on_outputs
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name=ENGINE_THREAD, daemon=True)
 
     @property
     def step_number(self) -> int:
-        """Steps that have passed since the engine was made."""
+        """The number of steps since the engine was made."""
         return self.engine.step_number
 
     @property
@@ -54,7 +56,7 @@ class EngineLoop:
         self._thread.start()
 
     def stop(self, timeout_s: float = 10.0) -> None:
-        """Lets the running step end; keys that still live stay as they are. Idempotent."""
+        """Stop after the running step, waiting at most `timeout_s`. Live keys stay as they are. Idempotent."""
         self._stopping.set()
         self.engine.inbox.ring()
         if self._thread.is_alive():
@@ -70,7 +72,7 @@ class EngineLoop:
             if outputs:
                 self._on_outputs(outputs)
             elif not self.engine.has_computed:
-                # Nothing to compute, or all that waits lacks blocks: giving some back rings the bell.
+                # Nothing to compute, or all waiting sequences lack blocks: releasing some wakes the loop.
                 self.engine.runner.threads.rest()
                 self.engine.inbox.wait(IDLE_BEAT_S)
 
@@ -78,10 +80,10 @@ class EngineLoop:
         try:
             return self.engine.step()
         except RankLost:
-            # Who watches the ranks ends this process. No key ends before: their streams go on elsewhere.
+            # The watcher of ranks ends this process. No key ends before: their streams continue on other workers.
             self._stopping.wait()
             return []
-        except Exception as error:  # whatever it was, its keys end and the next ones are served
+        except Exception as error:  # whatever the error, the step's keys end and others are served
             logger.exception("engine step %d failed", self.engine.step_number)
             reason = one_line(error)
             if is_lost(self.engine.pool.device):
@@ -89,8 +91,7 @@ class EngineLoop:
             return self._fail(f"engine step failed: {type(error).__name__}: {reason}")
 
     def _fail(self, reason: str) -> list[Output]:
-        """End what the failed step computed. Where that fails too, blocks are nobody's any more, or somebody's
-        twice."""
+        """End the keys of a failed step. If that fails too, holders of blocks are wrong, and the process must end."""
         try:
             return self.engine.fail(reason)
         except Exception as error:

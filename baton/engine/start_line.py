@@ -1,10 +1,10 @@
-"""Say what an engine is made of, as a worker logs it when it starts."""
+"""Describe an engine for the worker's log at start."""
 
 from baton.engine.engine import Engine
 
 
 def start_line(engine: Engine) -> str:
-    """Return the choices made at start, in one line."""
+    """Describe the choices made at start in one line."""
     config, layout, model = engine.config, engine.layout, engine.runner.model
     backends = ", ".join(f"{kind} {name}" for kind, name in model.backends.items())
     mebibytes, states = engine.num_blocks * layout.block_bytes / (1 << 20), engine.ledger.window.summary
@@ -20,5 +20,5 @@ def start_line(engine: Engine) -> str:
 
 
 def start_details(engine: Engine) -> list[str]:
-    """Return what there is to say of it in more lines."""
+    """Return further lines about the model."""
     return engine.runner.model.details
