@@ -1,12 +1,12 @@
-"""The door of the engine: which requests may come in, with which promise of blocks, and what other threads may say of
-them.
+"""Admit requests to the engine with a promise of blocks, and take the calls of other threads about them.
 
-    admit            a decode worker's credit: its KV comes by set_aside and verify, then start or compute_rest
-    submit           prefill and decode here
-    accept           a prefill held for a taker; one that fetches a prefix continues by verify and compute_rest
-    offer            a lease on what is cached
+    admit            grant a decode worker's credit: KV arrives by set_aside and verify, then start or compute_rest
+    submit           prefill and decode on this engine
+    accept           prefill for a taker and hold the KV; if a prefix is fetched, verify and compute_rest follow
+    offer            lease cached blocks
 
-Everything here is answered at once, on any thread, under the ledger's lock. What follows is in lifecycle.py.
+Every call may come from any thread, takes the ledger's lock and never waits for the loop. lifecycle.py has what
+follows.
 """
 
 from baton.engine.adapters.adapters import Adapter, Adapters
@@ -27,7 +27,7 @@ CHUNKS_WAITING = 2  # held prefills accepted beyond what runs, in chunks
 
 
 class Admission:
-    """Requests of other threads to an engine. Thread-safe: every method takes the ledger's lock."""
+    """Take the requests of other threads to an engine. Thread-safe: every method takes the ledger's lock."""
 
     def __init__(
         self, config: EngineConfig, layout: KVLayout, lifecycle: GroupLifecycle, shares: Shares,
@@ -44,13 +44,15 @@ class Admission:
     # ---- the decode side: credit first, blocks as they are announced ----
 
     def admit(self, request: Request, fetches: bool = True) -> int:
-        """Promise the blocks that are missing here and those for growth, and pin the cached prefix. Returns the number
-        of cached tokens. Raises Refusal: too_long, queue_full, kv_full, or that of its adapter (no_adapter,
-        adapter_loading, adapter_slots); ValueError when the key is in use, or where there are no grammars for its
-        constraint."""
+        """Promise the blocks that the prompt lacks and those it will grow by, and pin its cached prefix.
+
+        Returns the number of cached tokens. Raises Refusal (too_long, queue_full, kv_full, and for an adapter
+        no_adapter, adapter_loading or adapter_slots), or ValueError when the key is in use or its constraint needs
+        grammars that this engine does not have.
+        """
         with self.ledger.lock:
             self._check(request, request.num_prompt_tokens + request.max_tokens, request.sampling.n)
-            # A few more than can run: their KV arrives while others still decode.
+            # Admit a few more than can run: their KV arrives while others still decode.
             room = self.config.max_num_seqs + max(2, self.config.max_num_seqs // 4)
             num_admitted = self.lifecycle.num_choices
             if num_admitted and not self.shares.has_choices(request, room, num_admitted):
@@ -73,8 +75,10 @@ class Admission:
             return group.num_cached_tokens
 
     def skip(self, key: Key, num_tokens: int) -> int:
-        """Return the token before which a fetch of [0, num_tokens) has nothing to bring to an admitted key: none that
-        is computed behind them sees what is there. 0 when the key has ended."""
+        """Return the token at which a fetch of [0, num_tokens) for an admitted key may begin.
+
+        No token that is computed after the fetch attends to the tokens before it. 0 when the key has ended.
+        """
         with self.ledger.lock:
             if (group := self.groups.get(key)) is None:
                 return 0
@@ -82,40 +86,48 @@ class Admission:
             return group.trunk.num_outside * self.layout.block_size
 
     def set_aside(self, key: Key, upto_token: int, first_block: int = 0) -> list[BlockRef]:
-        """Return blocks for tokens [0, upto_token) of an admitted key: the cached ones, then new ones, held `fetching`;
-        `first_block`: without so many of the first. Raises Refusal: kv_full; LookupError when the key has ended."""
+        """Return blocks for tokens [0, upto_token) of an admitted key: cached ones, then new ones held as `fetching`.
+
+        The first `first_block` blocks are left out of the result. Raises Refusal (kv_full), or LookupError when the key
+        has ended.
+        """
         with self.ledger.lock:
             group = self._happen(key, GroupEvent.SET_ASIDE, upto_token)
             return list(self.ledger.refs(group.trunk.block_ids[first_block : self.layout.num_blocks(upto_token)]))
 
     def state_blocks(self, key: Key) -> tuple[BlockRef, ...]:
-        """Return the block for the state of a key for which blocks were set aside; none where its model keeps none.
-        LookupError when the key has ended."""
+        """Return the state block of a key after `set_aside`; empty if the model keeps no state. LookupError when the
+        key has ended."""
         with self.ledger.lock:
             if (group := self.groups.get(key)) is None:
                 raise LookupError(f"{key} is not admitted here, or ended")
             return self._state_refs(group.trunk)
 
     def verify(self, key: Key, upto_token: int) -> int:
-        """Confirm tokens [0, upto_token): whole units enter the prefix cache. Return the first token that is to be
-        computed here still, which may be one before: a part of a block is, and all where a state stands inside of one.
-        LookupError when the key has ended."""
+        """Confirm the bytes of tokens [0, upto_token), and return the first token that still has to be computed here.
+
+        Whole units enter the prefix cache. The returned token may be before `upto_token`: a partly filled block does
+        not count, nor does anything when a recurrent state stands inside a block. LookupError when the key has
+        ended.
+        """
         with self.ledger.lock:
             return self._happen(key, GroupEvent.VERIFY, upto_token).trunk.num_computed
 
     def fetch_settled(self, key: Key) -> None:
-        """Say that no byte of the key's fetch can land any more. Idempotent."""
+        """Note that no byte of the key's fetch can land any more. Idempotent."""
         self.lifecycle.fetch_settled(key)
         self.lifecycle.inbox.ring()
 
     def start(self, key: Key, first_tokens: tuple[FirstToken, ...]) -> None:
-        """Let a fetched prompt join the batch; choices that are missing have finished with their first token.
-        LookupError when the key has ended, ValueError before its last block was verified."""
+        """Let a fetched prompt decode from its first tokens; choices without one have already finished.
+
+        Raises LookupError when the key has ended, ValueError before its last block was verified.
+        """
         with self.ledger.lock:
             self._happen(key, GroupEvent.START, first_tokens)
 
     def submit(self, request: Request) -> None:
-        """Prefill and decode here, from the first token. Raises what admit does."""
+        """Prefill and decode a request on this engine. Raises what `admit` raises."""
         with self.ledger.lock:
             self.admit(request, fetches=False)
             self.compute_rest(request.key)
@@ -123,9 +135,11 @@ class Admission:
     # ---- the prefill side: the whole prompt at once, leased to a taker ----
 
     def accept(self, request: Request, fetches: bool = False) -> Acceptance:
-        """Return blocks for the whole prompt of a held prefill, in its queue; one that `fetches` a prefix from
-        elsewhere waits for `compute_rest`, and what is missing is held `fetching`. Raises what admit
-        does."""
+        """Queue a prefill whose KV is held for a taker, and return the blocks of its whole prompt.
+
+        With `fetches` a prefix comes from another worker: missing blocks are held as `fetching`, and computing waits
+        for `compute_rest`. Raises what `admit` raises.
+        """
         with self.ledger.lock:
             self._check(request, len(request.token_ids) + 1, 1)
             group = self._group(request, Holder.LEASED)
@@ -151,20 +165,24 @@ class Admission:
             return Acceptance(self.ledger.refs(trunk.block_ids), group.num_cached_tokens, self._state_refs(trunk))
 
     def begin_fetch(self, key: Key) -> None:
-        """Say that bytes may land in the blocks of a held prefill from here on, until `fetch_settled`. LookupError when
-        the key has ended."""
+        """Note that bytes may land in a held prefill's blocks until `fetch_settled`. LookupError when the key has
+        ended."""
         with self.ledger.lock:
             self._happen(key, GroupEvent.FETCH)
 
     def compute_rest(self, key: Key) -> None:
-        """Compute here what no fetch has brought: of an admitted prompt, or of a held prefill, whose fetch has settled.
-        Raises Refusal: kv_full; LookupError when the key has ended."""
+        """Compute the tokens that were not fetched, of an admitted prompt or of a held prefill whose fetch has settled.
+
+        Raises Refusal (kv_full), or LookupError when the key has ended.
+        """
         with self.ledger.lock:
             self._happen(key, GroupEvent.COMPUTE_REST)
 
     def offer(self, key: Key, span_hashes: tuple[bytes, ...]) -> Acceptance:
-        """Lease the cached blocks of these spans, as many as are here; where there are none no key is registered. Ended
-        by release_lease. ValueError when the key is in use."""
+        """Lease the cached blocks of the longest cached prefix of these spans, until `release_lease`.
+
+        Registers no key if no span is cached. Raises ValueError when the key is in use.
+        """
         with self.ledger.lock:
             if key in self.groups:
                 raise ValueError(f"{key} is in use")
@@ -181,23 +199,21 @@ class Admission:
             return Acceptance(self.ledger.refs(block_ids), num_tokens, self._state_refs(group.trunk))
 
     def release_lease(self, key: Key) -> None:
-        """End a held prefill or an offer: its taker has all it wanted, or never will. One that is still computed is
-        cancelled. Idempotent."""
+        """End the lease of a held prefill or an offer; cancel the prefill if it is still being computed. Idempotent."""
         with self.ledger.lock:
             if (group := self.groups.get(key)) is not None and group.is_for_taker:
                 self._give_out(group, GroupEvent.RELEASE_LEASE, Ending())
 
-    # ---- parking: without a reader nothing is computed ----
+    # ---- parking: nothing is computed for an answer that nobody reads ----
 
     def park(self, key: Key) -> None:
-        """Stop a decoding key before the next step: it holds no block any more, its token record stays. Idempotent."""
+        """Stop a decoding key before the next step: its blocks are released, its tokens stay. Idempotent."""
         with self.ledger.lock:
             if (group := self.groups.get(key)) is not None:
                 self.lifecycle.inbox.post(Park(key, group.arrival))
 
     def resume(self, key: Key, deadline: float = float("inf")) -> None:
-        """Resume a parked key by a prefix hit, until `deadline` (time.monotonic()). Raises LookupError when it has
-        ended."""
+        """Queue a parked key again, to end at `deadline` (time.monotonic()). LookupError when the key has ended."""
         with self.ledger.lock:
             group = self.groups.get(key)
             if group is None:
@@ -206,7 +222,7 @@ class Admission:
             self.lifecycle.inbox.post(Resume(key, group.arrival))
 
     def cancel(self, key: Key) -> None:
-        """End a key in any state, once: between steps where the loop has it, else now. Idempotent."""
+        """End a key in any state: between steps if the loop has it, otherwise immediately. Idempotent."""
         with self.ledger.lock:
             if (group := self.groups.get(key)) is not None:
                 self._give_out(group, GroupEvent.CANCEL, Ending("cancelled"))
@@ -225,8 +241,11 @@ class Admission:
             self.lifecycle.inbox.post(ended)
 
     def _group(self, request: Request, holder: Holder) -> Group:
-        """Return a new group. Raises Refusal: no_adapter, adapter_loading, adapter_slots; ValueError where there are no
-        grammars for its constraint."""
+        """Return a new group for the request, with its adapter.
+
+        Raises Refusal (no_adapter, adapter_loading, adapter_slots), or ValueError if its constraint needs grammars that
+        this engine does not have.
+        """
         group = Group(request, holder)
         if request.adapter:
             group.adapter = self.adapters.find(request.adapter, self._adapters_in_use)
@@ -238,9 +257,12 @@ class Admission:
         return {group.adapter for group in self.groups.values() if group.adapter is not None}
 
     def _check(self, request: Request, longest: int, num_choices: int) -> None:
-        """Refuses what could never run here to its end: `longest` tokens of a sequence, and behind the prompt a block
-        of its own for each choice. So no choice is ever ended by this engine's length; gateways ask by the same rule
-        (gateway/routing/routing.py, `can_decode` and `can_prefill`)."""
+        """Raise Refusal (too_long) for a request that could never finish here, or ValueError if its key is in use.
+
+        A request needs `longest` tokens for a sequence, and blocks for the prompt with a tail of its own for each
+        choice. So this engine's length limit never ends a choice. Gateways apply the same rule
+        (gateway/routing/routing.py, `can_decode` and `can_prefill`).
+        """
         num_tokens = len(request.token_ids)
         if request.key in self.groups:
             raise ValueError(f"{request.key} is in use")
@@ -249,30 +271,33 @@ class Admission:
             raise Refusal(TOO_LONG, retry_after_s=0.0)
 
     def _kv_full(self, request: Request, lacked: Amounts) -> Refusal:
-        """Return the refusal for a full pool. A tenant to whom blocks are owed may retry after 20 ms."""
+        """Return the refusal for a full pool. A tenant that is owed blocks may retry after 20 ms."""
         if not self.shares.note_shortage(request, lacked):
             return Refusal(KV_FULL)
         self.lifecycle.inbox.ring()
         return Refusal(KV_FULL, retry_after_s=0.02)
 
     def _credit(self, trunk: Sequence, missing: int, fetches: bool) -> int:
-        """Return how many blocks to promise to what lacks `missing` of its prompt, and will grow."""
+        """Return how many blocks to promise to a prompt that lacks `missing` blocks and will grow."""
         group, window = trunk.group, self.ledger.window
         num_to_grow, n = self.lifecycle.num_to_grow(group.request), group.request.sampling.n
-        if fetches and (window.is_part or not group.reads_cache):  # what is fetched is whole until it has come
+        if fetches and (window.is_part or not group.reads_cache):  # fetched blocks are whole until all have arrived
             most = missing + window.most_blocks(num_to_grow, n)
         else:
             most = window.most_blocks(missing + num_to_grow, n)
         return min(most, self.ledger.num_blocks - trunk.num_held(window))
 
     def _find(self, trunk: Sequence) -> list[int]:
-        """Return the blocks of the cached prefix, where the request may read one: all of it for a taker, who says later
-        from where on."""
+        """Return the blocks of the cached prefix, or none if the request may not read the cache.
+
+        A taker gets the whole prefix, because it chooses later where its fetch begins.
+        """
         group = trunk.group
         return self.ledger.find(trunk.hashes, trunk.num_tokens, group.is_for_taker) if group.reads_cache else []
 
     def _pin(self, trunk: Sequence) -> Amounts:
-        """Take the cached prefix; return how many blocks less there are for others. Refusal where they are promised."""
+        """Pin the cached prefix, and return how many available blocks that took. Refusal (kv_full) if they are promised
+        to others."""
         before = self.shares.available
         block_ids = self._find(trunk)
         num_tokens = len(block_ids) * self.layout.block_size
@@ -289,7 +314,7 @@ class Admission:
         return before.minus(self.shares.available)
 
     def _all_of(self, trunk: Sequence, has_checkpoint: bool) -> Amounts:
-        """Return what a prompt takes that could not pin its prefix."""
+        """Return the blocks that the whole prompt needs, for a request whose cached prefix could not be pinned."""
         num_choices = 1 if trunk.group.is_for_taker else trunk.group.request.sampling.n
         num_states = trunk.recurrent.num_to_have(self.ledger.states, num_choices + has_checkpoint)
         return Amounts(self.layout.num_blocks(trunk.num_tokens), num_states)

@@ -1,4 +1,4 @@
-"""Count what requests waited for, and how many of their proposals were right."""
+"""Count the seconds for which requests waited, by cause, and the proposals that were accepted."""
 
 import time
 
@@ -6,7 +6,7 @@ from baton.engine.core.request import Waits
 
 
 class DraftCounts:
-    """Count proposed and accepted tokens by position behind the last token, of one request or of all."""
+    """Count proposed and accepted tokens by their position after the last token, for one request or for all."""
 
     __slots__ = ("num_drafts", "proposed", "accepted")
 
@@ -27,8 +27,11 @@ class DraftCounts:
 
 
 class WaitClock:
-    """Count the seconds in which the first sequence that waits had no room, and so those behind it. What one has waited
-    for is what was added meanwhile."""
+    """Count the seconds in which the first waiting sequence had no room, by what it lacked.
+
+    A sequence's own wait is the difference of `seconds` between two times: all that wait behind the first wait for the
+    same.
+    """
 
     SLOT, BLOCKS = Waits._fields
 
@@ -36,16 +39,17 @@ class WaitClock:
         self._seconds, self._lack, self._at = Waits(), "", 0.0
 
     def look(self) -> None:
-        """A step is chosen: what there was no room for until now is tried again."""
+        """Close the present interval: a step is being chosen, and waiting sequences are tried again."""
         self._seconds, self._lack, self._at = self.seconds, "", time.monotonic()
 
     def note(self, lack: str) -> None:
-        """A sequence lacks SLOT or BLOCKS; what the first one lacks counts until the next step is chosen."""
+        """Note that a sequence lacks SLOT or BLOCKS. Only the first note after `look` counts, until the next step is
+        chosen."""
         self._lack = self._lack or lack
 
     @property
     def seconds(self) -> Waits:
-        """Return them, since the engine was made."""
+        """Return the seconds since the engine was made."""
         if not self._lack:
             return self._seconds
         lacked_s = getattr(self._seconds, self._lack) + time.monotonic() - self._at

@@ -1,6 +1,6 @@
-"""Messages into the loop: plain commands, in order, and the bell that wakes it.
+"""Carry commands from other threads to the loop, in order, and wake it.
 
-A command names its group by key and arrival: when it is obeyed, the key may have ended and come again.
+A command names its group by key and arrival: before the loop reads it, the key may have ended and been used again.
 """
 
 import ctypes
@@ -15,14 +15,14 @@ from baton.engine.core.request import FirstToken, Key, RequestEnded
 
 
 class Enter(NamedTuple):
-    """A group that was admitted or accepted will be prefilled here."""
+    """Prefill a group that was admitted or accepted."""
 
     key: Key
     arrival: int
 
 
 class Start(NamedTuple):
-    """Continue a fetched prompt with these first tokens."""
+    """Decode a fetched prompt from these first tokens."""
 
     key: Key
     arrival: int
@@ -30,32 +30,33 @@ class Start(NamedTuple):
 
 
 class Stop(NamedTuple):
-    """A group ends: cancelled."""
+    """End a group as cancelled."""
 
     key: Key
     arrival: int
 
 
 class Park(NamedTuple):
-    """A group of the loop stops: blocks back, token record kept."""
+    """Stop a running group: release its blocks and keep its tokens."""
 
     key: Key
     arrival: int
 
 
 class Resume(NamedTuple):
-    """Continue a parked group, by a prefix hit."""
+    """Queue a parked group again."""
 
     key: Key
     arrival: int
 
 
 GroupCommand = Enter | Start | Stop | Park | Resume
-Command = GroupCommand | RequestEnded  # RequestEnded: of a key that the loop never had, to be given out
+Command = GroupCommand | RequestEnded  # RequestEnded: the end of a key that the loop never had, to be passed on as an
+# output
 
 
 class Inbox:
-    """A queue with one reader, the loop, and any number of writers. Thread-safe."""
+    """A command queue with one reader (the loop) and any number of writers. Thread-safe."""
 
     def __init__(self):
         self._commands: deque[Command] = deque()
@@ -66,37 +67,40 @@ class Inbox:
         return len(self._commands)
 
     def post(self, command: Command) -> None:
+        """Add a command and wake the loop."""
         self._commands.append(command)
         self.ring()
 
     def ring(self) -> None:
+        """Wake the loop."""
         with self._bell:
             self._rung.value = 1
             self._bell.notify()
 
     @property
     def address(self) -> int:
-        """Return the address of an int32 that is not 0 from a ring until the next `drain`: native code that computes
-        several steps looks at it."""
+        """The address of an int32 that is nonzero from a ring until the next `drain`; native code that computes several
+        steps polls it."""
         return ctypes.addressof(self._rung)
 
     def drain(self) -> Iterator[Command]:
-        """Takes the commands one by one: where the reader fails, the rest stays."""
-        self._rung.value = 0  # before they are taken: what is posted meanwhile rings again
+        """Yield the commands, removing them one by one; if the reader fails, the rest stays."""
+        self._rung.value = 0  # reset before reading: commands posted meanwhile ring again
         while self._commands:
             yield self._commands.popleft()
 
     def wait(self, timeout_s: float) -> None:
-        """Returns when something was posted since the last `drain`, or after `timeout_s`."""
+        """Wait until a ring since the last `drain`, at most `timeout_s`."""
         with self._bell:
             if not self._rung.value:
                 self._bell.wait(timeout_s)
 
 
 class PendingCommands:
-    """Commands that wait for the grammars of their groups, in order. The loop's; `ring` wakes it where one is there."""
+    """Hold commands until the grammars of their groups are compiled, in order. Belongs to the loop's thread."""
 
     def __init__(self, ring: Callable[[], None]):
+        """Take `ring`, called when a grammar is ready."""
         self._ring = ring
         self._commands: dict[Future[Grammar], list[GroupCommand]] = {}
 
@@ -104,7 +108,8 @@ class PendingCommands:
         return bool(self._commands)
 
     def keeps(self, grammar: Future[Grammar] | None, command: GroupCommand) -> bool:
-        """Return whether a command waits for its group's grammar, or behind one that did: then it is kept."""
+        """Keep a command whose group's grammar is not ready, or that follows a kept one. Returns whether it was
+        kept."""
         if grammar is None or (grammar.done() and grammar not in self._commands):
             return False
         self._commands.setdefault(grammar, []).append(command)
@@ -112,6 +117,6 @@ class PendingCommands:
         return True
 
     def take_ready(self) -> Iterator[GroupCommand]:
-        """Take the commands whose grammars are there now."""
+        """Yield and remove the commands whose grammars are ready."""
         for grammar in [grammar for grammar in self._commands if grammar.done()]:
             yield from self._commands.pop(grammar)

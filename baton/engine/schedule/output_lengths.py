@@ -1,4 +1,4 @@
-"""Estimate how long outputs are: the growth of a sequence is reserved from that."""
+"""Estimate how long outputs are, so that blocks for a sequence's growth can be reserved."""
 
 from baton.engine.core.request import Request
 
@@ -7,7 +7,7 @@ AVERAGE_WEIGHT = 0.05  # of one more observed length
 
 
 class OutputLengths:
-    """An average of the outputs that ended by themselves. Written by the loop, read by any thread."""
+    """A moving average over the lengths of finished outputs. Written by the loop, read by any thread."""
 
     def __init__(self):
         self._expected = float(FIRST_GUESS_TOKENS)
@@ -17,5 +17,5 @@ class OutputLengths:
         self._expected += AVERAGE_WEIGHT * (num_output - self._expected)
 
     def expected_left(self, request: Request, num_output: int) -> int:
-        """Return how many tokens are expected behind `num_output`; at least one."""
+        """Return how many tokens are expected after the first `num_output`; at least one."""
         return max(1, min(request.max_tokens - num_output, round(self._expected)))

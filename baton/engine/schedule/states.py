@@ -1,4 +1,4 @@
-"""Define the states of a group of sequences in the engine, and its events. lifecycle.py has the transitions.
+"""Define the states and events of a group of sequences in the engine. lifecycle.py has the transitions.
 
     new ─ admit ──────────► fetching ─ start, compute rest ─► waiting ─ launch, join ─► running ──► finished
      ├─── accept prefix ───►┘                                    ▲                     │   │  ▲
@@ -12,12 +12,12 @@ from enum import Enum
 
 
 class GroupState(Enum):
-    NEW = "new"  # not known by its key yet
+    NEW = "new"  # not registered under its key yet
     FETCHING = "fetching"  # its prompt, or a prefix of it, is on its way here
-    WAITING = "waiting"  # in the loop, and none of it was launched
-    RUNNING = "running"  # in the loop: its prompt is read, or its choices decode
+    WAITING = "waiting"  # in the loop, no chunk launched yet
+    RUNNING = "running"  # in the loop: its prompt is being computed, or its choices decode
     HELD = "held"  # KV complete, leased to a taker
-    PARKED = "parked"  # without a reader: no blocks, its token record stays
+    PARKED = "parked"  # nobody reads the answer: no blocks, its tokens stay
     FINISHED = "finished"
 
 
@@ -25,22 +25,22 @@ class GroupEvent(Enum):
     # opening
     ADMIT = "admit"
     ACCEPT = "accept"  # a prefill for a taker
-    ACCEPT_PREFIX = "accept prefix"  # the same, and a part of it is fetched first
-    OFFER = "offer"  # what is cached
+    ACCEPT_PREFIX = "accept prefix"  # a prefill for a taker whose prefix is fetched first
+    OFFER = "offer"  # lease cached blocks
     # on any thread
-    FETCH = "fetch"  # bytes may land from here on
-    SKIP = "skip"  # what no token that is computed sees is not fetched
+    FETCH = "fetch"  # bytes may land from now on
+    SKIP = "skip"  # begin the fetch after the blocks outside every window
     SET_ASIDE = "set aside"
     VERIFY = "verify"
-    START = "start"  # its first tokens were drawn elsewhere
-    COMPUTE_REST = "compute rest"  # what no fetch has brought
+    START = "start"  # its first tokens were drawn on another worker
+    COMPUTE_REST = "compute rest"  # compute the tokens that were not fetched
     RELEASE_LEASE = "release lease"
     CANCEL = "cancel"
     # on the loop's thread
-    ENTER = "enter"  # its prompt must be read
-    JOIN = "join"  # its choices must be decoded
-    LAUNCH = "launch"  # its first chunk
-    HOLD = "hold"  # its prompt is read, for a taker
+    ENTER = "enter"  # its prompt is to be computed
+    JOIN = "join"  # its choices are to be decoded
+    LAUNCH = "launch"  # its first chunk is launched
+    HOLD = "hold"  # its prompt is computed, for a taker
     PARK = "park"
     RESUME = "resume"
     DEADLINE = "deadline"

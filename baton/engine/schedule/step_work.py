@@ -1,5 +1,4 @@
-"""What steps draw, and their work, counted from their slices: how often weights are read, how much is computed; tokens
-a second."""
+"""Count the work of steps from their slices (weight reads, tokens, attention), and tokens a second."""
 
 import time
 from collections import deque
@@ -18,23 +17,23 @@ RATE_S = 1.0
 
 
 class WorkRates(NamedTuple):
-    """A second, over WINDOW_S; pauses count as nothing done."""
+    """Work a second, averaged over WINDOW_S; idle seconds count as zero."""
 
     steps: float = 0.0
     tokens: float = 0.0
-    rows: float = 0.0  # that logits were drawn from, one a slice
-    pairs: float = 0.0  # of a token and a position that it sees
-    kv_tokens: float = 0.0  # whose KV was read, or written: the context of every sequence once a step, and what is new
+    rows: float = 0.0  # of logits that tokens were drawn from, one a slice
+    pairs: float = 0.0  # of a token and a position that it attends to
+    kv_tokens: float = 0.0  # KV read (each sequence's context once a step) and written
 
 
 class StepWork:
-    """Written by the loop's thread, read by any."""
+    """Sums of the work of recent steps, a second each. Written by the loop's thread, read by any."""
 
     def __init__(self):
         self._seconds: deque[tuple[int, list[int]]] = deque(maxlen=WINDOW_S + 1)
 
     def add(self, slices: Iterable[Slice], num_steps: int = 1) -> None:
-        """Count a step; or several that decode, each a token behind the one before."""
+        """Count one step, or `num_steps` decode steps in which every slice moves on by a token."""
         num_tokens = num_rows = num_pairs = num_kv = 0
         for step, (seq, begin, end) in product(range(num_steps), slices):
             begin, end = begin + step, end + step + len(seq.draft_ids)
@@ -50,13 +49,14 @@ class StepWork:
             sums[index] += num
 
     def rates(self) -> WorkRates:
+        """Return the average work a second over the last WINDOW_S seconds."""
         second = int(time.monotonic())
         recent = [sums for at, sums in list(self._seconds) if second - WINDOW_S <= at < second]
         return WorkRates(*(sum(column) / WINDOW_S for column in zip(*recent, strict=True))) if recent else WorkRates()
 
 
 class Rate:
-    """Tokens over the last RATE_S. Written by one thread; read by any (a reader sees the sum as of the last write)."""
+    """The rate of tokens over the last RATE_S. Written by one thread, read by any, as of the last write."""
 
     def __init__(self):
         self._counts: deque[tuple[float, int]] = deque()
