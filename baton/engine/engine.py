@@ -36,17 +36,19 @@ from baton.engine.ranks.spawn import Joining, Ranks
 from baton.engine.sampling.grammars import Grammars, read_grammars
 from baton.engine.sampling.sampler import Sampler
 from baton.engine.schedule.admission import Admission
+from baton.engine.schedule.counters import OutputLengths
+from baton.engine.schedule.group_actions import Ending
 from baton.engine.schedule.groups import Groups
 from baton.engine.schedule.inbox import Command, Enter, GroupCommand, Inbox, Park, PendingCommands, Resume, Start, Stop
-from baton.engine.schedule.lifecycle import Ending, GroupLifecycle
-from baton.engine.schedule.output_lengths import OutputLengths
-from baton.engine.schedule.scheduler import Scheduler, Slice
+from baton.engine.schedule.lifecycle import GroupLifecycle
+from baton.engine.schedule.scheduler import Scheduler
 from baton.engine.schedule.sequence import Copies, Group
 from baton.engine.schedule.states import GroupEvent
-from baton.engine.schedule.step_work import Rate, StepWork
+from baton.engine.schedule.steps import Slice
 from baton.engine.schedule.tenant_shares import Shares
 from baton.engine.speculation.control.speculator import Speculator, clock_for
 from baton.engine.speculation.proposers.proposer import Proposer
+from baton.engine.step_work import Rate, StepWork
 from kvtransfer.layout import KVLayout, NumericsClass
 
 logger = logging.getLogger(__name__)
@@ -109,13 +111,10 @@ class Engine:
         cls, config: EngineConfig, memory_for: MemoryFor | None = None, gpu_memory_for: GpuMemoryFor | None = None,
         proposers: Sequence[Proposer] | None = None, joining: Joining | None = None, rank_program: str | None = None,
     ) -> "Engine":  # fmt: skip
-        """Load the model and size the pool.
-
-        `memory_for(num_bytes)` returns the pool's memory on a CPU, `gpu_memory_for(num_bytes, device)` on a GPU; by
-        default torch allocates it. `proposers` replace those that the config names. `joining` is where ranks of other
-        hosts join, `rank_program` the module that other ranks on GPUs run. Raises ModelError (names the file),
-        ValueError (names the option).
-        """
+        """Load the model and size the pool. `memory_for(num_bytes)` returns the pool's memory on a CPU,
+        `gpu_memory_for(num_bytes, device)` on a GPU; by default torch allocates it. `proposers` replace those that the
+        config names. `joining` is where ranks of other hosts join, `rank_program` the module that other ranks on GPUs
+        run. Raises ModelError (names the file), ValueError (names the option)."""
         vocab_size = read_spec(config.model).vocab_size
         with ThreadPoolExecutor(1, "vocabulary") as thread:  # 1.2 s for 131,072 tokens, beside the weights
             reading = thread.submit(read_grammars, config.model, vocab_size)
@@ -207,7 +206,7 @@ class Engine:
         """Raise AssertionError unless every block is held by exactly its known holders. Waits for a running step."""
         with self._stepping, self.ledger.lock:
             self.ledger.check_integrity()
-            self.ledger.check_holders(self.lifecycle.holdings(), self.lifecycle.seen())
+            self.ledger.check_holders(self.lifecycle.holdings(), self.lifecycle.window_holdings())
             assert self.ledger.num_reserved == self.lifecycle.num_promised()
             if (states := self.ledger.states) is not None:
                 states.check_holders(self.lifecycle.state_holdings())

@@ -132,7 +132,7 @@ class Rung:
         live: dict[int, int] = {}
         for group in engine.admission.groups.values():
             for seq in group.live:
-                for index, block_id in enumerate(seq.block_ids):
+                for index, block_id in enumerate(seq.blocks.ids):
                     computed = max(0, min(size, seq.num_computed - index * size))
                     live[block_id] = max(live.get(block_id, 0), computed)
         if not self.rules.paged:

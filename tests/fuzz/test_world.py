@@ -5,7 +5,7 @@ import pytest
 from baton.engine.kv.ledger import Ledger
 from baton.engine.kv.pool import KVPool
 from baton.engine.schedule.admission import Admission
-from baton.engine.schedule.lifecycle import Ending
+from baton.engine.schedule.group_actions import Ending, end
 from baton.engine.schedule.sequence import Sequence
 from tests.support.fuzz import fuzzers
 from tests.support.fuzz.fuzzer import run, words
@@ -74,7 +74,7 @@ def ends_by_itself(self, key):
     """A key that ends around the table, on the caller's thread, while the loop may have it."""
     group = self.groups.get(key)
     if group is not None:
-        self.lifecycle.inbox.post(self.lifecycle.end(group, Ending("cancelled")))
+        self.lifecycle.inbox.post(end(self.lifecycle, group, Ending("cancelled")))
 
 
 def forgets_to_unreserve(self, num, unreserve=Ledger.unreserve):

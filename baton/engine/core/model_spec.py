@@ -277,7 +277,7 @@ class ModelSpec:
         return max(window for window in self.windows if window is not None)
 
     @property
-    def part_window(self) -> int | None:
+    def partial_window(self) -> int | None:
         """The largest window, if only some layers have one; None otherwise, or if layers keep a state."""
         found = [window for window in self.windows if window is not None]
         return max(found) if 0 < len(found) < len(self.windows) and self.state is None else None

@@ -26,7 +26,7 @@ from baton.engine.core.device import (
 from baton.engine.core.model_spec import ModelSpec
 from baton.engine.core.reproducible import fix_order_of_sums
 from baton.engine.execute.launcher import GpuLauncher, Launcher, StagedLauncher, step_bytes
-from baton.engine.kv.block_pages import BlockPages, num_places, part_bytes
+from baton.engine.kv.block_pages import BlockPages, num_block_ids, part_bytes
 from baton.engine.kv.ledger import Ledger
 from baton.engine.kv.pool import CPU, DTYPES, KVPool
 from baton.engine.kv.states import StatePool
@@ -134,7 +134,7 @@ def _of_ranks(
     config = replace(config, threads=config.threads or max(1, torch.get_num_threads() // config.num_ranks_here))
     torch.set_num_threads(config.threads)
     layout = spec.kv_layout(config.kv_dtype, config.block_size)
-    num_blocks = num_places(config.num_blocks, layout, spec.windows, not config.remote_stages)
+    num_blocks = num_block_ids(config.num_blocks, layout, spec.windows, not config.remote_stages)
     num_states = config.num_states or 0
     memory = memory_for(layout.pool_bytes(num_blocks, num_states))
     ranks, collectives, pipeline = start(config, memory, stages, (spec.hidden_size, DTYPES[config.dtype]))
@@ -252,8 +252,8 @@ def make_pool(
 ) -> KVPool:
     """Return a pool for a model, in memory of its own if `memory_for` is None."""
     layout, num_states = model.kv_layout(config.kv_dtype, config.block_size), config.num_states or 0
-    is_part = model.device == CPU and model.attention.skips_outside
-    num_blocks = num_places(config.num_blocks, layout, model.spec.windows) if is_part else config.num_blocks
+    gives_back_parts = model.device == CPU and model.attention.skips_outside
+    num_blocks = num_block_ids(config.num_blocks, layout, model.spec.windows) if gives_back_parts else config.num_blocks
     memory = memory_for(layout.pool_bytes(num_blocks, num_states)) if memory_for is not None else None
     return kind(layout, num_blocks, memory, model.device, num_states)
 
@@ -262,10 +262,10 @@ def make_ledger(config: EngineConfig, model: Model, pool: KVPool) -> Ledger:
     """Return the ledger of a pool. It has parts if the pool has more block ids than the config has whole blocks."""
     spec, block_size, most, parts = model.spec, pool.layout.block_size, config.max_num_batched_tokens, None
     num_blocks, window = pool.num_blocks, Window(spec.kv_window, block_size, most)
-    if spec.part_window is not None and config.num_blocks is not None and config.num_blocks < num_blocks:
+    if spec.partial_window is not None and config.num_blocks is not None and config.num_blocks < num_blocks:
         num_blocks = config.num_blocks
         if model.attention.skips_outside:
             sizes = pool.layout.block_bytes, part_bytes(pool.layout, spec.windows)
-            window = Window(spec.part_window, block_size, most, *sizes)
+            window = Window(spec.partial_window, block_size, most, *sizes)
             parts = WindowParts(num_blocks, pool.num_blocks, window, BlockPages(pool, spec.windows))
     return Ledger(num_blocks, block_size, len(pool.states or ()), window, parts=parts)

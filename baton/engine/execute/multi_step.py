@@ -28,9 +28,9 @@ from baton.engine.models.native_ends import has_native_ends, head_address, norm_
 from baton.engine.sampling.native_sampler import NativeRow, NativeSampler, changes_of, native_row
 from baton.engine.sampling.sampler import Sampled, SampleRow, best_logprobs, sample_row
 from baton.engine.sampling.step_masks import StepMasks, fill_mask
-from baton.engine.schedule.scheduler import Scheduler, Slice
+from baton.engine.schedule.scheduler import Scheduler
 from baton.engine.schedule.sequence import Sequence
-from baton.engine.schedule.step_work import Drawn
+from baton.engine.schedule.steps import Drawn, Slice
 
 MAX_STEPS = 8
 BUDGET_NS = 4_000_000  # of one call: tokens reach a client no less evenly than the outbox sends them
@@ -181,7 +181,7 @@ class MultiStep:
         if masks is not None:
             masks.rows[masks.num_good :] = -1  # tokens drawn there are cut later; the rows stay, as those of adapters
             # count them
-        blocks, draft = array("q", seq.block_ids), array("q", seq.draft_ids)
+        blocks, draft = array("q", seq.blocks.ids), array("q", seq.draft_ids)
         place.token_id, place.num_tokens = seq.token_ids[-1], seq.num_tokens
         place.block_ids, place.stop_ids = blocks.buffer_info()[0], stops.buffer_info()[0]
         place.num_stop_ids, place.has_penalties = len(stops), row.params.has_penalties

@@ -6,11 +6,12 @@ from collections.abc import Set
 from baton.engine.core.request import FirstToken, Output, PrefillDone, Progress, RequestEnded, TokenRun
 from baton.engine.execute.runner import Runner
 from baton.engine.sampling.sampler import Sampled
-from baton.engine.schedule.lifecycle import Ending, GroupLifecycle
-from baton.engine.schedule.scheduler import Scheduler, Slice
+from baton.engine.schedule.group_actions import Ending
+from baton.engine.schedule.lifecycle import GroupLifecycle
+from baton.engine.schedule.scheduler import Scheduler
 from baton.engine.schedule.sequence import Group, Sequence
 from baton.engine.schedule.states import GroupEvent, GroupState
-from baton.engine.schedule.step_work import Drawn
+from baton.engine.schedule.steps import Drawn, Slice
 from baton.engine.speculation.control.verify import num_right
 
 BY_ITSELF = Ending()

@@ -24,9 +24,8 @@ from baton.engine.models.decoder import Model
 from baton.engine.models.fused import FusedLayers
 from baton.engine.sampling.on_device import plain_row
 from baton.engine.sampling.sampler import Sampled, Sampler, label_logprobs, prompt_logprobs, sample_row
-from baton.engine.schedule.scheduler import Slice
 from baton.engine.schedule.sequence import Sequence
-from baton.engine.schedule.step_work import Drawn
+from baton.engine.schedule.steps import Drawn, Slice
 from baton.engine.speculation.control.verify import verify
 
 EMPTY: Mapping[Sequence, int] = {}
@@ -204,16 +203,16 @@ class Runner:
                 token_ids += seq.draft_ids
                 end += len(seq.draft_ids)
                 positions += range(begin, end)
-                slots += chunk_slots(seq.block_ids, begin, end, block_size)
+                slots += chunk_slots(seq.blocks.ids, begin, end, block_size)
             elif end - begin == 1:
                 known = begin < len(seq.token_ids)
                 token_ids.append(seq.token_ids[begin] if known else ~rows_before[seq])
                 positions.append(begin)
-                slots.append(seq.block_ids[begin // block_size] * block_size + begin % block_size)
+                slots.append(seq.blocks.ids[begin // block_size] * block_size + begin % block_size)
             else:
                 token_ids += seq.token_ids[begin:end]
                 positions += range(begin, end)
-                slots += chunk_slots(seq.block_ids, begin, end, block_size)
+                slots += chunk_slots(seq.blocks.ids, begin, end, block_size)
             rows = state_rows(seq) if self.pool.states is not None else None
             seqs.append(SeqSlice(len(token_ids) - (end - begin), end - begin, end, block_table(seq), rows))
         failpoints.hit("engine.batch", token_ids)
@@ -269,9 +268,9 @@ def _gives_tokens_alone(piece: Slice) -> bool:
 
 def block_table(seq: Sequence) -> Tensor:
     """Return the sequence's block ids, int64 [blocks], cached. Code that changes `block_ids` resets `block_table`."""
-    if seq.block_table is None:
-        seq.block_table = torch.tensor(seq.block_ids, dtype=torch.int64)
-    return seq.block_table
+    if seq.blocks.table is None:
+        seq.blocks.table = torch.tensor(seq.blocks.ids, dtype=torch.int64)
+    return seq.blocks.table
 
 
 def state_rows(seq: Sequence) -> StateRows:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from baton.engine.core.request import Key, Output, Progress
-from baton.engine.schedule.scheduler import Slice
+from baton.engine.schedule.steps import Slice
 from kvtransfer.layout import KVLayout
 
 # Each report is a range to digest and confirm, 0.8 ms of CPU on both sides together, as long as copying 1 MiB. So

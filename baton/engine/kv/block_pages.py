@@ -46,7 +46,7 @@ def part_bytes(layout: KVLayout, windows: Sequence[int | None]) -> int:
     return PAGE * sum(max(0, num_pages(run)) for run in window_runs(layout.groups[0], windows))
 
 
-def num_places(num_blocks: int, layout: KVLayout, windows: Sequence[int | None], is_here: bool = True) -> int:
+def num_block_ids(num_blocks: int, layout: KVLayout, windows: Sequence[int | None], is_here: bool = True) -> int:
     """Return the number of block ids of a pool in host memory that has memory for `num_blocks` whole blocks.
 
     That is how many fit when each has given up the part of layers with a window. `is_here`: no other host has layers of

@@ -105,7 +105,7 @@ class Ledger:
     def _bytes_left(self) -> int:
         assert self.parts is not None
         num_held = self.num_ids - self._counts[Holder.FREE] - self._counts[Holder.CACHED]
-        return self.parts.num_bytes - self.parts.bytes_of(num_held, self.parts.num_seen)
+        return self.parts.num_bytes - self.parts.bytes_of(num_held, self.parts.num_used)
 
     @property
     def num_reserved(self) -> int:
@@ -122,7 +122,7 @@ class Ledger:
             found = self.counts()
             if self.parts is None:
                 return found
-            num_parts = min(found["cached"], self.parts.num_there - self.parts.num_seen)
+            num_parts = min(found["cached"], self.parts.num_present - self.parts.num_used)
             num_cached = self.parts.bytes_of(found["cached"], num_parts) // self.window.block_bytes
             found["cached"] = min(num_cached, self.num_left)
             found["free"] = self.num_left - found["cached"]
@@ -182,14 +182,14 @@ class Ledger:
                 self.parts.take(block_ids)
             return block_ids
 
-    def share(self, block_ids: Sequence[int], holder: Holder, num_outside: int = 0) -> bool:
-        """Add a holder to blocks that have one. The holder does not use the parts of the first `num_outside` blocks.
+    def share(self, block_ids: Sequence[int], holder: Holder, num_partial: int = 0) -> bool:
+        """Add a holder to blocks that have one. The holder does not use the parts of the first `num_partial` blocks.
 
         Returns False if only the cache holds them and all such blocks are promised. Raises LedgerError for a free
         block.
         """
         with self.lock:
-            if not self._may_share(block_ids, num_outside):
+            if not self._may_share(block_ids, num_partial):
                 return False
             weight = _WEIGHT[holder]
             for block_id in block_ids:
@@ -197,27 +197,27 @@ class Ledger:
                     raise LedgerError(f"share of free block {block_id}")
                 self._add(block_id, weight)
             if self.parts is not None:
-                self.parts.see(block_ids[num_outside:])
-                self.parts.on_held(block_ids[:num_outside], self.cache.now())
+                self.parts.use(block_ids[num_partial:])
+                self.parts.on_held(block_ids[:num_partial], self.cache.now())
             return True
 
-    def leave(self, block_ids: Sequence[int], holder: Holder) -> None:
+    def release_outside_window(self, block_ids: Sequence[int], holder: Holder) -> None:
         """Release blocks that are outside a holder's window, or only their parts if skipped blocks stay."""
         with self.lock:
             if self.parts is None:
                 self.release(block_ids, holder)
             else:
-                self.parts.leave(block_ids, self.cache.now())
+                self.parts.stop_using(block_ids, self.cache.now())
 
-    def release(self, block_ids: Sequence[int], holder: Holder, num_outside: int = 0) -> None:
+    def release(self, block_ids: Sequence[int], holder: Holder, num_partial: int = 0) -> None:
         """Remove a holder from blocks that it holds, in reverse order, so that the end of a chain is evicted first.
 
-        The parts of the first `num_outside` blocks were released before. Raises LedgerError for a block that it does
+        The parts of the first `num_partial` blocks were released before. Raises LedgerError for a block that it does
         not hold.
         """
         with self.lock:
             if self.parts is not None:
-                self.parts.leave(block_ids[num_outside:], self.cache.now())
+                self.parts.stop_using(block_ids[num_partial:], self.cache.now())
             for block_id in reversed(block_ids):
                 self._expect(block_id, holder)
                 self._add(block_id, -_WEIGHT[holder])
@@ -308,13 +308,13 @@ class Ledger:
                 self.states.check_integrity()
 
     def check_holders(
-        self, holdings: Iterable[tuple[Holder, Sequence[int]]], seen: Iterable[Sequence[int]] = ()
+        self, holdings: Iterable[tuple[Holder, Sequence[int]]], part_users: Iterable[Sequence[int]] = ()
     ) -> None:
         """Raise AssertionError unless the holders counted (without the cache) and the users of parts are exactly
         these."""
         with self.lock:
             if self.parts is not None:
-                self.parts.check_seen(seen)
+                self.parts.check_users(part_users)
             expected = [0] * self.num_ids
             for holder, block_ids in holdings:
                 for block_id in block_ids:
@@ -336,16 +336,16 @@ class Ledger:
             return
         while not self.parts.has_room(self._free, num):
             if self.parts.num_warm > num:
-                self.parts.cool(self._free)
+                self.parts.give_back_free(self._free)
             elif self.parts.oldest < self.cache.oldest:
-                self.parts.drop()
+                self.parts.drop_oldest()
             else:
                 self._unname(self.cache.evict())
 
-    def _may_share(self, block_ids: Sequence[int], num_outside: int) -> bool:
+    def _may_share(self, block_ids: Sequence[int], num_partial: int) -> bool:
         if self.parts is None:
             return self.num_idle(block_ids) <= self.num_available
-        num_bytes = self.parts.bytes_of(self.num_idle(block_ids), self.parts.num_unseen(block_ids[num_outside:]))
+        num_bytes = self.parts.bytes_of(self.num_idle(block_ids), self.parts.num_unused(block_ids[num_partial:]))
         return num_bytes <= self._bytes_left - self._reserved * self.window.block_bytes
 
     def _is_better(self, name: bytes, block_ids: Sequence[int]) -> bool:
@@ -353,7 +353,7 @@ class Ledger:
         some."""
         if self.parts is None or not (cached := self.cache.get(name)) or self.cache.has_blocks(block_ids):
             return False
-        return self.parts.are_there(block_ids) and not self.parts.are_there(cached)
+        return self.parts.are_present(block_ids) and not self.parts.are_present(cached)
 
     def _unname(self, block_ids: Sequence[int]) -> None:
         """Remove the cache as holder of a unit that it has forgotten."""

@@ -77,14 +77,14 @@ class PrefixCache:
             num_units, first = self._find_inside(names, most, window)
         block_ids = [block_id for name in names[first:num_units] for block_id in self._units[name].block_ids]
         num_before = first * self.blocks_per_unit
-        num_outside = window.num_outside(num_units * self.unit_tokens)
-        inside = block_ids[num_outside - num_before :]
-        return inside[:1] * num_outside + inside
+        num_skipped = window.num_skipped_blocks(num_units * self.unit_tokens)
+        inside = block_ids[num_skipped - num_before :]
+        return inside[:1] * num_skipped + inside
 
     def _find_inside(self, names: Sequence[bytes], most: int, window: Window) -> tuple[int, int]:
         """Return the largest number of units, up to `most`, whose window is cached, and the first unit inside it."""
         num_units = index = most
-        while index > (first := window.num_outside(num_units * self.unit_tokens) // self.blocks_per_unit):
+        while index > (first := window.num_skipped_blocks(num_units * self.unit_tokens) // self.blocks_per_unit):
             index -= 1
             if names[index] not in self._units:
                 num_units = index

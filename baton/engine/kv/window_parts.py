@@ -1,7 +1,7 @@
 """Count the users of each block's part: the KV of the layers with a window, in a model where other layers have none.
 
-        used ──── leave ────► unused ── drop ────► absent       while the block stays with its holders
-          ◄──── share ────────┘       oldest first
+        used ── stop using ─► unused ─ drop oldest ► absent       while the block stays with its holders
+          ◄──────── use ──────┘       oldest first
 
 Every holder of a block uses its part until the block is outside the holder's window, or released. An unused part stays
 until its memory is needed, so that a cached prefix can be found by its window. In a block that only the cache holds,
@@ -32,18 +32,18 @@ class WindowParts:
         self.window, self.num_ids = window, num_ids
         self.num_bytes = num_blocks * window.block_bytes
         self._pages = pages
-        self._num_seeing = [0] * num_ids
-        self._is_there = bytearray(num_ids)
+        self._num_users = [0] * num_ids
+        self._is_present = bytearray(num_ids)
         # Held blocks whose part nobody uses, with the time of its last use; least recently used first.
-        self._left = OrderedDict[int, int]()
-        self.num_seen = 0
-        self.num_there = 0
+        self._unused = OrderedDict[int, int]()
+        self.num_used = 0
+        self.num_present = 0
         self.num_warm = 0  # free blocks that still have pages; they are at the end of the free list
 
     @property
     def oldest(self) -> float:
         """The last use of the least recently used part, by PrefixCache.now."""
-        return next(iter(self._left.values()), float("inf"))
+        return next(iter(self._unused.values()), float("inf"))
 
     def bytes_of(self, num_blocks: int, num_parts: int) -> int:
         """Return the bytes of `num_blocks` blocks of which `num_parts` have their part."""
@@ -53,108 +53,108 @@ class WindowParts:
         """Return whether there is memory to make the last `num` of the `free` blocks whole, beside all that is
         present."""
         num_blocks = self.num_ids - len(free) + max(self.num_warm, num)
-        num_lacking = sum(not self._is_there[block_id] for block_id in free[len(free) - num :])
-        return self.bytes_of(num_blocks, self.num_there + num_lacking) <= self.num_bytes
+        num_lacking = sum(not self._is_present[block_id] for block_id in free[len(free) - num :])
+        return self.bytes_of(num_blocks, self.num_present + num_lacking) <= self.num_bytes
 
-    def num_unseen(self, block_ids: Iterable[int]) -> int:
+    def num_unused(self, block_ids: Iterable[int]) -> int:
         """Return how many of these blocks' parts nobody uses."""
-        return sum(not self._num_seeing[block_id] for block_id in block_ids)
+        return sum(not self._num_users[block_id] for block_id in block_ids)
 
-    def are_there(self, block_ids: Iterable[int]) -> bool:
+    def are_present(self, block_ids: Iterable[int]) -> bool:
         """Return whether the parts of all these blocks are present."""
-        return all(self._is_there[block_id] for block_id in block_ids)
+        return all(self._is_present[block_id] for block_id in block_ids)
 
     def take(self, block_ids: Sequence[int]) -> None:
         """Note the first holder of blocks from the end of the free list: their parts are present and used."""
         self.num_warm = max(0, self.num_warm - len(block_ids))
         for block_id in block_ids:
-            self.num_there += not self._is_there[block_id]
-            self._is_there[block_id] = True
-            self._num_seeing[block_id] = 1
-            self.num_seen += 1
+            self.num_present += not self._is_present[block_id]
+            self._is_present[block_id] = True
+            self._num_users[block_id] = 1
+            self.num_used += 1
 
-    def see(self, block_ids: Sequence[int]) -> None:
+    def use(self, block_ids: Sequence[int]) -> None:
         """Add a user to the parts of these blocks, which must be present."""
         for block_id in block_ids:
-            assert self._is_there[block_id], f"the part of block {block_id} is gone"
-            self._left.pop(block_id, None)
-            self.num_seen += not self._num_seeing[block_id]
-            self._num_seeing[block_id] += 1
+            assert self._is_present[block_id], f"the part of block {block_id} is gone"
+            self._unused.pop(block_id, None)
+            self.num_used += not self._num_users[block_id]
+            self._num_users[block_id] += 1
 
-    def leave(self, block_ids: Sequence[int], now: int) -> None:
+    def stop_using(self, block_ids: Sequence[int], now: int) -> None:
         """Remove a user from the parts of these blocks. The last block counts as least recently used."""
         for block_id in reversed(block_ids):
-            assert self._num_seeing[block_id], f"nobody sees the part of block {block_id}"
-            self._num_seeing[block_id] -= 1
-            if not self._num_seeing[block_id]:
-                self.num_seen -= 1
-                self._left[block_id] = now
+            assert self._num_users[block_id], f"nobody sees the part of block {block_id}"
+            self._num_users[block_id] -= 1
+            if not self._num_users[block_id]:
+                self.num_used -= 1
+                self._unused[block_id] = now
 
     def on_held(self, block_ids: Sequence[int], now: int) -> None:
         """Note a new holder that does not use the parts of these blocks, which only the cache may have held before."""
         for block_id in block_ids:
-            if self._is_there[block_id] and not self._num_seeing[block_id]:
-                self._left.setdefault(block_id, now)
+            if self._is_present[block_id] and not self._num_users[block_id]:
+                self._unused.setdefault(block_id, now)
 
     def on_cached(self, block_id: int) -> None:
         """Note that only the cache holds the block."""
-        self._left.pop(block_id, None)
+        self._unused.pop(block_id, None)
 
     def on_freed(self, block_id: int) -> None:
         """Note that nobody holds the block, now the last of the free list."""
-        self._left.pop(block_id, None)
+        self._unused.pop(block_id, None)
         self.num_warm += 1
 
-    def drop(self) -> None:
+    def drop_oldest(self) -> None:
         """Give back the pages of the least recently used part. KeyError if there is none."""
-        block_id, _ = self._left.popitem(last=False)
-        self._gone(block_id)
+        block_id, _ = self._unused.popitem(last=False)
+        self._note_absent(block_id)
         self._pages.give_back_part(block_id)
 
-    def cool(self, free: Sequence[int]) -> None:
+    def give_back_free(self, free: Sequence[int]) -> None:
         """Give back the pages of the first free block that has any."""
         block_id = free[len(free) - self.num_warm]
         self.num_warm -= 1
-        if self._is_there[block_id]:
-            self._gone(block_id)
+        if self._is_present[block_id]:
+            self._note_absent(block_id)
         self._pages.give_back(block_id)
 
-    def _gone(self, block_id: int) -> None:
-        self._is_there[block_id] = False
-        self.num_there -= 1
+    def _note_absent(self, block_id: int) -> None:
+        self._is_present[block_id] = False
+        self.num_present -= 1
 
     def num_usable(self, block_ids: Sequence[int], per_unit: int, whole: bool) -> int:
         """Return how many leading blocks of a cached prefix, whole units, a sequence can continue from.
 
         The parts must be present for the blocks in the next token's window, or for all blocks of a `whole` prefix.
         """
-        lacking = [index for index, block_id in enumerate(block_ids) if not self._is_there[block_id]]
+        lacking = [index for index, block_id in enumerate(block_ids) if not self._is_present[block_id]]
         for num in range(len(block_ids), 0, -per_unit):
             last = bisect(lacking, num - 1)  # one after the last block before `num` that lacks its part
-            num_outside = 0 if whole else self.window.num_outside(num * self.window.block_size)
-            if not last or lacking[last - 1] < num_outside:
+            num_skipped = 0 if whole else self.window.num_skipped_blocks(num * self.window.block_size)
+            if not last or lacking[last - 1] < num_skipped:
                 return num
         return 0
 
     def check(self, is_held: Sequence[bool], free: Sequence[int]) -> None:
         """Raise AssertionError unless used and unused parts are held and present, and there is memory for all of
         them."""
-        assert self.num_seen == sum(map(bool, self._num_seeing)) and self.num_there == sum(self._is_there)
-        for block_id, num_seeing in enumerate(self._num_seeing):
-            assert num_seeing >= 0 and (not num_seeing or is_held[block_id]), f"part {block_id} is seen by no holder"
-            is_left = bool(self._is_there[block_id]) and is_held[block_id] and not num_seeing
-            assert is_left == (block_id in self._left) and (not num_seeing or self._is_there[block_id]), (
+        assert self.num_used == sum(map(bool, self._num_users)) and self.num_present == sum(self._is_present)
+        for block_id, num_users in enumerate(self._num_users):
+            assert num_users >= 0 and (not num_users or is_held[block_id]), f"part {block_id} is seen by no holder"
+            is_unused = bool(self._is_present[block_id]) and is_held[block_id] and not num_users
+            assert is_unused == (block_id in self._unused) and (not num_users or self._is_present[block_id]), (
                 f"part {block_id}"
             )
         assert 0 <= self.num_warm <= len(free)
-        assert not any(self._is_there[block_id] for block_id in free[: len(free) - self.num_warm])
+        assert not any(self._is_present[block_id] for block_id in free[: len(free) - self.num_warm])
         assert self.has_room(free, 0), "more is there than there is memory for"
 
-    def check_seen(self, seen: Iterable[Sequence[int]]) -> None:
+    def check_users(self, users: Iterable[Sequence[int]]) -> None:
         """Raise AssertionError unless each part has exactly the users that name its block."""
         expected = [0] * self.num_ids
-        for block_ids in seen:
+        for block_ids in users:
             for block_id in block_ids:
                 expected[block_id] += 1
-        wrong = [block_id for block_id, num in enumerate(expected) if num != self._num_seeing[block_id]]
-        assert not wrong, f"parts {wrong}: counted {[self._num_seeing[each] for each in wrong]}, seen otherwise"
+        wrong = [block_id for block_id, num in enumerate(expected) if num != self._num_users[block_id]]
+        assert not wrong, f"parts {wrong}: counted {[self._num_users[each] for each in wrong]}, seen otherwise"

@@ -9,7 +9,7 @@ import torch
 
 from baton.engine.core.config import EngineConfig
 from baton.engine.core.reproducible import fix_order_of_sums
-from baton.engine.kv.block_pages import num_places
+from baton.engine.kv.block_pages import num_block_ids
 from baton.engine.kv.pool import CPU, DTYPES, KVPool
 from baton.engine.models.decoder import Model
 from baton.engine.models.leading import follow, follow_stage
@@ -63,7 +63,7 @@ def _pool(given: Assignment, model: Model) -> KVPool:
     layout = model.kv_layout(config.kv_dtype, config.block_size)
     assert config.num_blocks is not None
     memory = map_memory(given.pool_fd, given.pool_bytes)
-    num_blocks = num_places(config.num_blocks, layout, model.spec.windows, not config.remote_stages)
+    num_blocks = num_block_ids(config.num_blocks, layout, model.spec.windows, not config.remote_stages)
     return KVPool(layout, num_blocks, memory, num_states=config.num_states or 0)
 
 

@@ -13,8 +13,9 @@ from baton.engine.adapters.adapters import Adapter, Adapters
 from baton.engine.core.config import EngineConfig
 from baton.engine.core.request import Acceptance, FirstToken, Key, Refusal, Request
 from baton.engine.kv.ledger import Holder, Ledger
+from baton.engine.schedule.group_actions import Ending
 from baton.engine.schedule.inbox import Park, Resume
-from baton.engine.schedule.lifecycle import Ending, GroupLifecycle
+from baton.engine.schedule.lifecycle import GroupLifecycle
 from baton.engine.schedule.sequence import Group, Sequence
 from baton.engine.schedule.states import GroupEvent
 from baton.engine.schedule.tenant_shares import Amounts, Shares
@@ -60,7 +61,7 @@ class Admission:
             group = self._group(request, Holder.RUNNING)
             trunk = group.trunk
             pinned = self._pin(trunk)
-            missing = self.layout.num_blocks(trunk.num_tokens) - len(trunk.block_ids)
+            missing = trunk.blocks.num_lacking(trunk.num_tokens, self.layout)
             credit = self._credit(trunk, missing, fetches)
             needed = Amounts(credit, trunk.recurrent.num_to_have(self.ledger.states, request.sampling.n))
             may_take = self.shares.has_blocks(request, needed)
@@ -69,8 +70,8 @@ class Admission:
                 trunk.give_back(self.ledger)
                 raise self._kv_full(request, pinned.plus(needed))
             self.shares.clear_shortage(request)
-            trunk.reserve = credit
-            group.num_owned = len(trunk.block_ids)
+            trunk.blocks.reserve = credit
+            group.num_owned = len(trunk.blocks.ids)
             self.lifecycle.happen(group, GroupEvent.ADMIT)
             return group.num_cached_tokens
 
@@ -83,7 +84,7 @@ class Admission:
             if (group := self.groups.get(key)) is None:
                 return 0
             self.lifecycle.happen(group, GroupEvent.SKIP, num_tokens)
-            return group.trunk.num_outside * self.layout.block_size
+            return group.trunk.blocks.num_skipped * self.layout.block_size
 
     def set_aside(self, key: Key, upto_token: int, first_block: int = 0) -> list[BlockRef]:
         """Return blocks for tokens [0, upto_token) of an admitted key: cached ones, then new ones held as `fetching`.
@@ -93,7 +94,7 @@ class Admission:
         """
         with self.ledger.lock:
             group = self._happen(key, GroupEvent.SET_ASIDE, upto_token)
-            return list(self.ledger.refs(group.trunk.block_ids[first_block : self.layout.num_blocks(upto_token)]))
+            return list(self.ledger.refs(group.trunk.blocks.ids[first_block : self.layout.num_blocks(upto_token)]))
 
     def state_blocks(self, key: Key) -> tuple[BlockRef, ...]:
         """Return the state block of a key after `set_aside`; empty if the model keeps no state. LookupError when the
@@ -150,7 +151,7 @@ class Admission:
             if num_waiting and not self.shares.has_waiting(request, most, num_waiting, num_tokens):
                 raise Refusal("queue_full")
             pinned = self._pin(trunk)
-            missing = self.layout.num_blocks(trunk.num_tokens) - len(trunk.block_ids)
+            missing = trunk.blocks.num_lacking(trunk.num_tokens, self.layout)
             needed = Amounts(missing, trunk.recurrent.num_to_have(self.ledger.states, 1))
             holder, may_take = Holder.FETCHING if fetches else Holder.LEASED, self.shares.has_blocks(request, needed)
             may_take = may_take and trunk.recurrent.take(self.ledger.states, holder)
@@ -159,10 +160,10 @@ class Admission:
                 trunk.give_back(self.ledger)
                 raise self._kv_full(request, pinned.plus(needed))
             self.shares.clear_shortage(request)
-            group.num_owned = len(trunk.block_ids)
-            trunk.block_ids += block_ids
+            group.num_owned = len(trunk.blocks.ids)
+            trunk.blocks.ids += block_ids
             self.lifecycle.happen(group, GroupEvent.ACCEPT_PREFIX if fetches else GroupEvent.ACCEPT)
-            return Acceptance(self.ledger.refs(trunk.block_ids), group.num_cached_tokens, self._state_refs(trunk))
+            return Acceptance(self.ledger.refs(trunk.blocks.ids), group.num_cached_tokens, self._state_refs(trunk))
 
     def begin_fetch(self, key: Key) -> None:
         """Note that bytes may land in a held prefill's blocks until `fetch_settled`. LookupError when the key has
@@ -191,7 +192,7 @@ class Admission:
                 return Acceptance((), 0)
             request = Request(key, (), 0, SamplingParams(), max_tokens=0)
             group, num_tokens = Group(request, Holder.LEASED), len(block_ids) * self.layout.block_size
-            group.trunk.block_ids = block_ids
+            group.trunk.blocks.ids = block_ids
             if not group.trunk.recurrent.pin(self.ledger, span_hashes, num_tokens, Holder.LEASED):
                 group.trunk.give_back(self.ledger)
                 return Acceptance((), 0)
@@ -229,11 +230,11 @@ class Admission:
 
     # ---- private ----
 
-    def _happen(self, key: Key, event: GroupEvent, subject: object = None) -> Group:
+    def _happen(self, key: Key, event: GroupEvent, payload: object = None) -> Group:
         group = self.groups.get(key)
         if group is None:
             raise LookupError(f"{key} is not admitted here, or ended")
-        self.lifecycle.happen(group, event, subject)
+        self.lifecycle.happen(group, event, payload)
         return group
 
     def _give_out(self, group: Group, event: GroupEvent, ending: Ending) -> None:
@@ -281,11 +282,13 @@ class Admission:
         """Return how many blocks to promise to a prompt that lacks `missing` blocks and will grow."""
         group, window = trunk.group, self.ledger.window
         num_to_grow, n = self.lifecycle.num_to_grow(group.request), group.request.sampling.n
-        if fetches and (window.is_part or not group.reads_cache):  # fetched blocks are whole until all have arrived
-            most = missing + window.most_blocks(num_to_grow, n)
+        if fetches and (
+            window.keeps_skipped or not group.reads_cache
+        ):  # fetched blocks are whole until all have arrived
+            most = missing + window.max_blocks(num_to_grow, n)
         else:
-            most = window.most_blocks(missing + num_to_grow, n)
-        return min(most, self.ledger.num_blocks - trunk.num_held(window))
+            most = window.max_blocks(missing + num_to_grow, n)
+        return min(most, self.ledger.num_blocks - trunk.blocks.num_held(window))
 
     def _find(self, trunk: Sequence) -> list[int]:
         """Return the blocks of the cached prefix, or none if the request may not read the cache.
@@ -301,11 +304,11 @@ class Admission:
         before = self.shares.available
         block_ids = self._find(trunk)
         num_tokens = len(block_ids) * self.layout.block_size
-        num_outside = 0 if trunk.group.is_for_taker else self.ledger.window.num_outside(num_tokens)
-        held, num_passed = self.ledger.window.split(block_ids, num_outside)
-        if not self.ledger.share(held, trunk.group.holder, num_passed):
+        num_skipped = 0 if trunk.group.is_for_taker else self.ledger.window.num_skipped_blocks(num_tokens)
+        held, num_partial = self.ledger.window.held_of(block_ids, num_skipped)
+        if not self.ledger.share(held, trunk.group.holder, num_partial):
             raise self._kv_full(trunk.group.request, self._all_of(trunk, bool(block_ids)))
-        trunk.block_ids, trunk.num_outside = block_ids, num_outside
+        trunk.blocks.ids, trunk.blocks.num_skipped = block_ids, num_skipped
         if not trunk.recurrent.pin(self.ledger, trunk.hashes, num_tokens, trunk.group.holder):
             trunk.give_back(self.ledger)
             raise self._kv_full(trunk.group.request, self._all_of(trunk, bool(block_ids)))

@@ -1,8 +1,11 @@
-"""Count the seconds for which requests waited, by cause, and the proposals that were accepted."""
+"""Count accepted proposals, the seconds for which requests waited, and how long outputs are."""
 
 import time
 
-from baton.engine.core.request import Waits
+from baton.engine.core.request import Request, Waits
+
+FIRST_GUESS_TOKENS = 64  # expected before any was observed
+AVERAGE_WEIGHT = 0.05  # of one more observed length
 
 
 class DraftCounts:
@@ -54,3 +57,21 @@ class WaitClock:
             return self._seconds
         lacked_s = getattr(self._seconds, self._lack) + time.monotonic() - self._at
         return self._seconds._replace(**{self._lack: lacked_s})
+
+
+class OutputLengths:
+    """A moving average over the lengths of finished outputs, from which blocks for growth are promised.
+
+    Written by the loop, read by any thread.
+    """
+
+    def __init__(self):
+        self._expected = float(FIRST_GUESS_TOKENS)
+
+    def observe(self, num_output: int) -> None:
+        """Add an output of `num_output` tokens."""
+        self._expected += AVERAGE_WEIGHT * (num_output - self._expected)
+
+    def expected_left(self, request: Request, num_output: int) -> int:
+        """Return how many tokens are expected after the first `num_output`; at least one."""
+        return max(1, min(request.max_tokens - num_output, round(self._expected)))

@@ -1,20 +1,17 @@
-"""Keep the live groups of one engine by key, with their deadlines, and decide which of them the next step may
-compute."""
+"""Keep the live groups of one engine by key, with their deadlines, and count what they hold."""
 
 import heapq
-from collections import Counter
-from collections.abc import Iterable
-from collections.abc import Sequence as Seq
-from itertools import count
 
-from baton.engine.core.request import FirstToken, Key
-from baton.engine.kv.ledger import Ledger
-from baton.engine.schedule.sequence import Copies, Group, Sequence
-from kvtransfer.naming import SPAN_TOKENS
+from baton.engine.core.request import Key, Request
+from baton.engine.kv.ledger import Holder, Ledger
+from baton.engine.sampling.grammars import Grammars
+from baton.engine.schedule.inbox import Inbox
+from baton.engine.schedule.scheduler import Scheduler
+from baton.engine.schedule.sequence import Group
+from baton.engine.schedule.states import GroupState
+from kvtransfer.layout import KVLayout
 
-MIN_SEQS = 8  # in a turn: a step of 4 sequences takes about as long as one of 8, since most of its time reads weights
-_rounds = count(1)
-_NUM_SPARE = 64  # stale deadlines kept beyond twice the number of live groups
+_NUM_SPARE = 64  # the heap is filtered when it has twice as many deadlines as there are live groups and these
 
 
 class Groups(dict[Key, Group]):
@@ -63,85 +60,70 @@ class Groups(dict[Key, Group]):
         return None
 
 
-class StepEligibility:
-    """Decide which sequences the next step may compute while other steps are in flight (launched, outputs not read).
+class GroupContext:
+    """What the actions of groups work on: the parts of one engine, and what the groups count and hold together.
 
-    With one pipeline stage a sequence continues from the token that is still being drawn. With several stages each
-    stage works on different sequences: every step takes about the same number of decoding sequences, those that waited
-    longest first. All choices of a group go into the same step, since they may end together.
+    Guarded by the ledger's lock.
     """
 
     def __init__(
-        self, running: Iterable[Sequence] = (), in_flight: Seq[Seq[tuple[Sequence, int, int]]] = (),
-        num_stages: int = 1, has_states: bool = False,
+        self, layout: KVLayout, ledger: Ledger, inbox: Inbox, groups: Groups, scheduler: Scheduler,
+        grammars: Grammars | None,
     ):  # fmt: skip
-        """Take the running sequences and the slices (sequence, begin, end) of each step in flight."""
-        self._ends = {seq: end for slices in in_flight for seq, _, end in slices}
-        self._decoding: set[Group] | None = None  # None: all
-        self._busy = set[Group]()
-        if num_stages > 1:
-            # The next chunk of a prompt may follow one in flight, unless a state is kept as that chunk leaves it.
-            self._busy = {seq.group for seq in self._ends if seq.group.prefilled or has_states}
-            counts = Counter(seq.group for seq in running if seq.group.prefilled and seq.remaining == 1)
-            num_turns = max(1, min(num_stages, counts.total() // MIN_SEQS))
-            num_taken = sum(any(seq.group.prefilled for seq, _, _ in slices) for slices in in_flight)
-            self._decoding = set() if num_taken >= num_turns else self._choose(counts, num_turns)
-        self.has_short_chunks = self._decoding is not None and any(seq.group.prefilled for seq in running)
+        """Take the parts of one engine. `grammars` is None if it has no tokenizer: then no group has a constraint."""
+        self.layout = layout
+        self.ledger = ledger
+        self.inbox = inbox
+        self.groups = groups
+        self.scheduler = scheduler
+        self.grammars = grammars
+        self.num_waiting_tokens = 0  # of prompts whose first chunk is not launched yet
+        self.num_choices = 0  # of admitted groups that are neither parked nor ended
+        self.quarantined: dict[Key, list[int]] = {}
+        self.quarantined_states: dict[Key, list[int]] = {}
 
-    def first_uncomputed(self, seq: Sequence) -> int:
-        """Return the first token of a sequence that no launched step computes."""
-        return self._ends.get(seq, seq.num_computed)
+    def num_to_grow(self, request: Request) -> int:
+        """Return how many blocks beyond the prompt's are promised to a request.
 
-    def may_run(self, seq: Sequence) -> bool:
-        """Return whether the step may compute tokens of a running sequence."""
-        if self._decoding is None or seq.group in self._decoding:
-            return True
-        return seq.group not in self._busy and (seq.remaining > 1 or not seq.group.prefilled)
-
-    def may_enter(self, seq: Sequence) -> bool:
-        """Return whether a waiting sequence may start to run.
-
-        It may not while a step in flight computes its next span for another sequence: the span will be in the cache.
+        That is enough for all choices to reach the recent average length, and a tail block for each choice but the
+        first.
         """
-        place = seq.num_computed // SPAN_TOKENS
-        name = seq.hashes[place : place + 1]
-        is_coming = bool(name) and any(
-            other.num_computed <= seq.num_computed < end and other.hashes[place : place + 1] == name
-            for other, end in self._ends.items()
-        )
-        return not is_coming and seq.group not in self._busy
+        num_tokens, n = len(request.token_ids), request.sampling.n
+        left = self.scheduler.lengths.expected_left(request, num_tokens - request.num_prompt_tokens)
+        growth = self.layout.num_blocks(num_tokens + left) - self.layout.num_blocks(num_tokens)
+        return n * growth + (n - 1) * bool(num_tokens % self.layout.block_size)
 
-    def _choose(self, counts: Counter[Group], num_turns: int) -> set[Group]:
-        """Choose the decoding groups of this turn: those that waited longest, until they are one turn's share."""
-        chosen, num_seqs, this_round = set[Group](), 0, next(_rounds)
-        for group in sorted(counts, key=lambda group: group.last_chosen):
-            if num_seqs * num_turns < counts.total() and group not in self._busy:
-                chosen.add(group)
-                num_seqs += counts[group]
-                group.last_chosen = this_round
-        return chosen
+    def holdings(self) -> list[tuple[Holder, list[int]]]:
+        """Return the blocks held according to the groups' own records, by holder, to compare with the ledger."""
+        held = [(Holder.QUARANTINED, block_ids) for block_ids in self.quarantined.values()]
+        for group in self.groups.values():
+            for seq in group.live:
+                block_ids, num_fetching = seq.blocks.held(self.ledger.window)[0], 0
+                if group.state is GroupState.FETCHING:
+                    num_fetching = len(seq.blocks.ids) - group.num_owned
+                num_owned = len(block_ids) - num_fetching
+                held += [(group.holder, block_ids[:num_owned]), (Holder.FETCHING, block_ids[num_owned:])]
+        return held
 
+    def window_holdings(self) -> list[list[int]]:
+        """Return for each holder the blocks of which it also holds the part inside the window."""
+        return [
+            *self.quarantined.values(),
+            *(seq.blocks.window_ids for group in self.groups.values() for seq in group.live),
+        ]
 
-def fork(
-    trunk: Sequence, first_tokens: list[FirstToken], ledger: Ledger, block_size: int, copies: Copies
-) -> list[Sequence]:
-    """Make the trunk the first live choice and return new sequences for the others, each with its first token.
+    def state_holdings(self) -> list[tuple[Holder, list[int]]]:
+        """Return the state blocks held according to the groups' own records, by holder."""
+        held = [(Holder.QUARANTINED, block_ids) for block_ids in self.quarantined_states.values()]
+        for group in self.groups.values():
+            for seq in group.live:
+                held += seq.recurrent.held(group.holder)
+        return held
 
-    There is at least one first token. Full blocks of the prompt are shared; the tail is copied.
-    """
-    group, prompt = trunk.group, list(trunk.token_ids)
-    others = [
-        Sequence(group, first.choice, [*prompt, first.token_id], list(trunk.hashes)) for first in first_tokens[1:]
-    ]
-    group.live += others
-    for seq in others:
-        trunk.share_prompt(seq, ledger, block_size, copies)
-    trunk.recurrent.unpromise(ledger.states)
-    trunk.choice = first_tokens[0].choice
-    trunk.order_key = (*trunk.order_key[:2], trunk.choice)
-    trunk.token_ids.append(first_tokens[0].token_id)
-    share = trunk.reserve // (1 + len(others))
-    for seq in others:
-        seq.reserve = share
-        trunk.reserve -= share
-    return others
+    def num_states_promised(self) -> int:
+        """Return how many state blocks are promised to the sequences of all groups."""
+        return sum(seq.recurrent.reserve for group in self.groups.values() for seq in group.live)
+
+    def num_promised(self) -> int:
+        """Return how many blocks are promised to the sequences of all groups."""
+        return sum(seq.blocks.reserve for group in self.groups.values() for seq in group.live)

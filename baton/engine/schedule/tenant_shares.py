@@ -26,7 +26,7 @@ _SPARE_SHARE = 8  # one in this many blocks, and at most one context's, is kept 
 
 def num_blocks(seqs: Iterable[Sequence], window: Window) -> int:
     """Return how many blocks the sequences hold or are promised."""
-    return sum(seq.num_held(window) + seq.reserve for seq in seqs)
+    return sum(seq.blocks.num_held(window) + seq.blocks.reserve for seq in seqs)
 
 
 class Amounts(NamedTuple):
@@ -99,12 +99,22 @@ class Shares:
 
     def __init__(self, config: EngineConfig, layout: KVLayout, ledger: Ledger, groups: Mapping[Key, Group]):
         self._groups = groups
+        self._layout, self._ledger = layout, ledger
         self._spare = min(layout.num_blocks(config.max_model_len), ledger.num_blocks // _SPARE_SHARE)
         self._owed: dict[bytes, Shortage] = {}  # by tenant
         self._waits: dict[bytes, Wait] = {}  # by tenant
         self.stocks = [Stock(ledger, lambda seq: num_blocks([seq], ledger.window), ledger.cache.blocks_per_unit)]
         if ledger.states is not None:
             self.stocks.append(Stock(ledger.states, lambda seq: seq.recurrent.num_own, 0))
+
+    def num_to_enter(self, seq: Sequence) -> int:
+        """Return how many blocks a waiting sequence needs before it may run."""
+        return self._ledger.window.max_blocks(seq.blocks.num_lacking(seq.num_tokens, self._layout))
+
+    def lacked(self, seq: Sequence) -> Amounts:
+        """Return the blocks and states that a waiting sequence needs beyond its promise."""
+        has_state = self._ledger.states is None or seq.recurrent.num_own > 0
+        return Amounts(self.num_to_enter(seq) - seq.blocks.reserve, int(not has_state))
 
     def has_choices(self, request: Request, most: int, num_taken: int) -> bool:
         """Return whether a request's choices may be admitted when `num_taken` of `most` are."""
@@ -136,22 +146,22 @@ class Shares:
         left = self._owed_beside(tenant).plus(Amounts(self._spare if tenant else 0))
         return self._leaves(left, more) or self._is_part(tenant, more)
 
-    def may_take(self, tenant: bytes, more: Amounts) -> bool:
-        """Return whether a sequence that waits in the loop may take `more`, cached blocks included.
+    def may_take(self, seq: Sequence) -> bool:
+        """Return whether a sequence that waits in the loop may take what it lacks, cached blocks included.
 
-        It must leave what others are owed unless its tenant stays within its part; here even a tenant's first sequence
-        must.
+        It must leave what others are owed unless its tenant stays within its part; here even a tenant's first
+        sequence must.
         """
+        tenant, more = seq.group.tenant, self.lacked(seq)
         if self._leaves(self._owed_beside(tenant), more):
             return True
         held = self._held()
         return self._is_within(held, tenant, more, len(held[0].keys() | self._owed))
 
-    def note_wait(self, seq: Sequence, lacked: Amounts) -> None:
+    def note_wait(self, seq: Sequence) -> None:
         """Note what the first waiting sequence of its tenant lacks, until `clear_wait`."""
-        lacked = Amounts(
-            *(num + stock.margin if num > 0 else 0 for stock, num in zip(self.stocks, lacked, strict=False))
-        )
+        found = zip(self.stocks, self.lacked(seq), strict=False)
+        lacked = Amounts(*(num + stock.margin if num > 0 else 0 for stock, num in found))
         has = Amounts(*(stock.num_of(seq) for stock in self.stocks))
         self._waits[seq.group.tenant] = Wait(seq, lacked, has.plus(lacked))
 

@@ -20,7 +20,7 @@ from baton.engine.core.config import EngineConfig
 from baton.engine.engine import Engine
 from baton.engine.layers.linear import choose
 from baton.engine.native.build import cache_folder
-from baton.engine.schedule.step_work import WorkRates
+from baton.engine.step_work import WorkRates
 from baton.engine.weights.forms import DenseWeight
 
 _READ_S, _MULTIPLY_S = 0.04, 0.06  # beside these, filling the memory that is read takes 0.03 to 0.1 s

@@ -10,7 +10,7 @@ import torch
 
 from baton.engine.core.config import EngineConfig
 from baton.engine.engine import Engine
-from baton.engine.kv.block_pages import BlockPages, num_places, part_bytes, window_runs
+from baton.engine.kv.block_pages import BlockPages, num_block_ids, part_bytes, window_runs
 from baton.engine.kv.ledger import Holder, Ledger
 from baton.engine.kv.pool import KVPool
 from baton.engine.kv.window import Window
@@ -57,31 +57,31 @@ class Lives:
         if self.chance.random() < 0.5 and self.held:
             names = self.chance.choice(self.held)[2]
         found = self.ledger.find(names, len(names) * 64 + 1)
-        num_outside = WINDOW.num_outside(16 * len(found))
-        if not self.ledger.share(found, Holder.RUNNING, num_outside):
+        num_skipped = WINDOW.num_skipped_blocks(16 * len(found))
+        if not self.ledger.share(found, Holder.RUNNING, num_skipped):
             return
         own = self.ledger.allocate(4 * len(names) - len(found), Holder.RUNNING)
         if own is None:
-            self.ledger.release(found, Holder.RUNNING, num_outside)
+            self.ledger.release(found, Holder.RUNNING, num_skipped)
             return
         for block_id in own:
             self.memory.sizes[block_id] = WHOLE
         block_ids = found + own
         for unit in range(len(found) // 4, len(names)):
             self.ledger.seal((names[unit],), tuple(block_ids[4 * unit : 4 * unit + 4]))
-        self.held.append((block_ids, num_outside, names))
+        self.held.append((block_ids, num_skipped, names))
 
     def leave(self) -> None:
         if self.held:
-            block_ids, num_outside, names = self.held.pop(self.chance.randrange(len(self.held)))
-            to = self.chance.randint(num_outside, len(block_ids))
-            self.ledger.leave(block_ids[num_outside:to], Holder.RUNNING)
+            block_ids, num_skipped, names = self.held.pop(self.chance.randrange(len(self.held)))
+            to = self.chance.randint(num_skipped, len(block_ids))
+            self.ledger.release_outside_window(block_ids[num_skipped:to], Holder.RUNNING)
             self.held.append((block_ids, to, names))
 
     def end(self) -> None:
         if self.held:
-            block_ids, num_outside, _ = self.held.pop(self.chance.randrange(len(self.held)))
-            self.ledger.release(block_ids, Holder.RUNNING, num_outside)
+            block_ids, num_skipped, _ = self.held.pop(self.chance.randrange(len(self.held)))
+            self.ledger.release(block_ids, Holder.RUNNING, num_skipped)
 
     def offer(self) -> None:
         if self.held:
@@ -96,8 +96,8 @@ class Lives:
         self.ledger.check_holders(held, [block_ids[outside:] for block_ids, outside, _ in self.held])
         sizes = self.memory.sizes
         assert sum(sizes) <= self.num_blocks * WHOLE
-        for block_ids, num_outside, _ in self.held:
-            assert all(sizes[block_id] == WHOLE for block_id in block_ids[num_outside:])
+        for block_ids, num_skipped, _ in self.held:
+            assert all(sizes[block_id] == WHOLE for block_id in block_ids[num_skipped:])
             assert all(sizes[block_id] for block_id in block_ids)
         assert 0 <= self.ledger.num_available <= self.num_blocks
         usage = self.ledger.usage()
@@ -131,7 +131,7 @@ def test_an_allocation_takes_what_was_left_longest_ago():
         memory.sizes[block_id] = WHOLE
     ledger.seal((b"unit",), tuple(unit))
     for block_ids in (first, unit, last):
-        ledger.leave(block_ids, Holder.RUNNING)
+        ledger.release_outside_window(block_ids, Holder.RUNNING)
         if block_ids is unit:
             ledger.release(unit, Holder.RUNNING, 1)
     ledger.allocate(1, Holder.RUNNING)
@@ -181,8 +181,8 @@ def test_what_a_long_sequence_holds(pattern, num_layers, window, num_heads, head
     layout = KVLayout((KVGroup("paged", num_layers, num_heads, head_dim, "bf16", 32),))
     sizes = layout.block_bytes, part_bytes(layout, windows)
     seen = Window(window, 32, 512, *sizes)
-    num_seen = 1024 - seen.num_outside(32768 - 63)  # just before a span is named and left
-    num_bytes = 1024 * (sizes[0] - sizes[1]) + num_seen * sizes[1]
+    num_inside = 1024 - seen.num_skipped_blocks(32768 - 63)  # just before a span is named and left
+    num_bytes = 1024 * (sizes[0] - sizes[1]) + num_inside * sizes[1]
     assert (1024 * sizes[0] >> 20, round(num_bytes / (1 << 20))) == (whole, held)
     row = f"| {window:d} " if pattern != "wwwf" or window != 8192 else "| 8192 (chunk) "
     assert f"{row}| {whole} | {held} |" in DOC.read_text()
@@ -224,7 +224,7 @@ def test_a_model_holds_no_more_memory_than_its_blocks(tmp_path, kv_dtype, num_bl
     small = Engine.load(EngineConfig(num_blocks=num_blocks, max_num_batched_tokens=66, **options), memory_for)
     if not small.runner.model.attention.skips_outside:
         pytest.skip("native attention is not built")
-    assert small.pool.num_blocks == num_places(num_blocks, small.layout, spec.windows) > 40 and small.num_blocks < 32
+    assert small.pool.num_blocks == num_block_ids(num_blocks, small.layout, spec.windows) > 40 and small.num_blocks < 32
     assert f"{small.ledger.window.part_bytes * 100 // small.layout.block_bytes} % of each" in start_line(small)
     records, most = run(small, requests), os.stat(regions[0].fd).st_blocks * 512
     whole = Engine.load(EngineConfig(num_blocks=64, max_num_batched_tokens=66, **options))

@@ -12,8 +12,8 @@ from baton.engine.core.batch import ForwardBatch
 from baton.engine.engine import Engine
 from baton.engine.execute.launcher import StagedLauncher
 from baton.engine.kv.pool import KVPool
-from baton.engine.schedule import groups
-from baton.engine.schedule.groups import MIN_SEQS
+from baton.engine.schedule import steps
+from baton.engine.schedule.steps import MIN_SEQS
 from tests.support.engine.toys import (
     VOCAB,
     Collector,
@@ -107,7 +107,7 @@ def of_tenants(chance: random.Random, index: int):
 def test_random_lives(seed, num_stages, options, made, monkeypatch):
     """Submitted, cancelled, parked and resumed, preempted, stopped, found again in the cache; also of two tenants in
     the end. Turns of one sequence, as few live at a time."""
-    monkeypatch.setattr(groups, "MIN_SEQS", 1)
+    monkeypatch.setattr(steps, "MIN_SEQS", 1)
     engine = staged_engine(num_stages, seed, max_num_batched_tokens=256, **options)
     turns = turns_of(engine)
     for request, record in random_lives(engine, random.Random(seed), 90, made):

@@ -7,11 +7,13 @@ from baton.engine.adapters.adapters import Adapters
 from baton.engine.core.config import EngineConfig
 from baton.engine.core.request import FirstToken, Key, RequestEnded
 from baton.engine.kv.ledger import Holder, Ledger
+from baton.engine.schedule import group_actions
 from baton.engine.schedule.admission import Admission
+from baton.engine.schedule.counters import OutputLengths
+from baton.engine.schedule.group_actions import Ending
 from baton.engine.schedule.groups import Groups
 from baton.engine.schedule.inbox import Enter, Inbox, Start
-from baton.engine.schedule.lifecycle import TABLE, Ending, GroupLifecycle
-from baton.engine.schedule.output_lengths import OutputLengths
+from baton.engine.schedule.lifecycle import TABLE, GroupLifecycle
 from baton.engine.schedule.scheduler import Scheduler
 from baton.engine.schedule.sequence import Copies, Group
 from baton.engine.schedule.states import GroupEvent, GroupState
@@ -125,7 +127,7 @@ def test_every_event_in_every_state(state, path, event):
         harness.check()
     if harness.group is not None:
         assert harness.group.state is state
-    error = {GroupLifecycle.refuse_late: LookupError, GroupLifecycle.refuse_in_use: ValueError}.get(cell.action)
+    error = {group_actions.refuse_late: LookupError, group_actions.refuse_in_use: ValueError}.get(cell.action)
     if event is E.START and state is S.FETCHING and harness.group.trunk.remaining:
         error = ValueError  # its last block is not verified
     held, num_ends, num_commands = harness.ledger.counts(), len(harness.ends), len(harness.inbox)
@@ -137,7 +139,7 @@ def test_every_event_in_every_state(state, path, event):
     harness.check()
     if harness.group is not None:
         assert harness.group.state is (state if error is not None else cell.state)
-    if error is not None or cell.action is GroupLifecycle.ignore:
+    if error is not None or cell.action is group_actions.ignore:
         assert (harness.ledger.counts(), len(harness.ends), len(harness.inbox)) == (held, num_ends, num_commands)
     assert len(harness.ends) - num_ends == (cell.state is S.FINISHED and state is not S.FINISHED)
 

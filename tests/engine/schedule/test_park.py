@@ -122,7 +122,7 @@ def test_parked_before_it_starts():
     firsts.take(reader.step())
     done = firsts[request.key].first
     refs = engine.admission.set_aside(request.key, 30)
-    for ours, theirs in zip(refs, reader.admission.groups[request.key].trunk.block_ids, strict=True):
+    for ours, theirs in zip(refs, reader.admission.groups[request.key].trunk.blocks.ids, strict=True):
         engine.pool.bytes[ours.block_id] = reader.pool.bytes[theirs]
     engine.admission.verify(request.key, 30)
     engine.admission.fetch_settled(request.key)

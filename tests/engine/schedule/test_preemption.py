@@ -49,7 +49,7 @@ def test_what_was_preempted_comes_back_where_a_unit_is_left_to_grow_in():
         records.take(engine.step())
     preempted = engine.admission.groups[second.key].trunk
     scheduler.preempt(preempted)
-    needed = scheduler._blocks.num_to_enter(preempted) + ledger.cache.blocks_per_unit
+    needed = scheduler.shares.num_to_enter(preempted) + ledger.cache.blocks_per_unit
     taken = ledger.allocate(ledger.num_available - (needed - 1), Holder.LEASED)
     records.take(engine.step())
     assert scheduler.waiting == [preempted]
@@ -99,7 +99,7 @@ def test_a_held_prefill_is_never_preempted():
         records.take(engine.step())
         engine.check_integrity()
         if held.key in engine.admission.groups:
-            assert len(engine.admission.groups[held.key].trunk.block_ids) == 9
+            assert len(engine.admission.groups[held.key].trunk.blocks.ids) == 9
     check(records, [local])
     assert records[held.key].progress == [64, 128, 140]
     assert records[held.key].ended.error == ""

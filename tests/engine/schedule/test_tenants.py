@@ -279,7 +279,7 @@ def test_what_waits_while_others_are_owed_blocks_holds_none():
         engine.submit(request)
     while records[first.key].ended is None:
         steps(engine, records, 1)
-    assert not engine.scheduler.running and engine.admission.groups[flood.key].trunk.block_ids
+    assert not engine.scheduler.running and engine.admission.groups[flood.key].trunk.blocks.ids
     quiet = of(QUIET, "q1", 430, 8)
     assert refusal(lambda: engine.admission.admit(quiet)).retry_after_s < 0.1
     steps(engine, records, 1)

@@ -70,15 +70,17 @@ def test_a_long_sequence_holds_its_window(kind, named):
     while engine.has_work():
         records.take(engine.step())
         engine.check_integrity()
-        held.append((num_held(engine), engine.ledger.parts and engine.ledger.parts.num_seen))
+        held.append((num_held(engine), engine.ledger.parts and engine.ledger.parts.num_used))
     assert records[request.key].answer() == answer_of(request, kind)
-    most, in_window = engine.ledger.window.most_blocks(48), (WINDOW + 64) // 16 + 2
+    most, in_window = engine.ledger.window.max_blocks(48), (WINDOW + 64) // 16 + 2
     assert most == (17 if kind is ALL else 25) and max(held)[0] <= most
     if kind is ALL:
         assert max(held[-100:])[0] <= in_window, "while it decodes: the window and a unit of the cache"
     else:
         assert max(seen for _, seen in held[-100:]) <= in_window
-        assert max(held[-100:])[0] <= engine.ledger.window.in_blocks(48, in_window) == 18, "and a quarter of 48 others"
+        assert max(held[-100:])[0] <= engine.ledger.window.in_whole_blocks(48, in_window) == 18, (
+            "and a quarter of 48 others"
+        )
 
 
 @each_kind
@@ -159,19 +161,19 @@ def test_what_was_fetched_leaves_its_window_as_it_comes():
     acceptance, firsts = prefill.admission.accept(request), Collector()
     while firsts[request.key].first is None:
         firsts.take(prefill.step())
-    assert prefill.ledger.parts.num_seen == 38, "a lease is of whole blocks"
+    assert prefill.ledger.parts.num_used == 38, "a lease is of whole blocks"
     refs, held = decode.admission.set_aside(request.key, 600), []
     copy_kv(prefill, acceptance.blocks, decode, refs)
     for upto in (*range(64, 600, 64), 600, 600):
         decode.admission.verify(request.key, upto)
         decode.check_integrity()
-        held.append(decode.ledger.parts.num_seen)
+        held.append(decode.ledger.parts.num_used)
     assert held == [38, 38, 34, 30, 26, 22, 18, 14, 10, 6, 6]
     decode.admission.fetch_settled(request.key)
     decode.admission.start(request.key, going_on(firsts[request.key].first))
     rest = run(decode, collector=Collector(first_index=1))
     tokens = toy_answer(request)[0][0]
-    assert rest[request.key].tokens[0] == tokens[1:] and window.in_blocks(38, 6) == 14
+    assert rest[request.key].tokens[0] == tokens[1:] and window.in_whole_blocks(38, 6) == 14
 
 
 def test_a_prompt_that_is_fetched_whole_is_promised_blocks_for_all_of_it():
@@ -280,7 +282,7 @@ def test_parts_that_went_back_are_computed_again():
         assert records[each.key].answer() == toy_answer(each)
     assert len(engine.ledger.find(shorter.span_hashes, 320)) == 16, "these have all their parts"
     acceptance = engine.admission.offer(make_request("p", [1]).key, shorter.span_hashes)
-    assert len(acceptance.blocks) == 20 and engine.ledger.parts.num_seen == 20
+    assert len(acceptance.blocks) == 20 and engine.ledger.parts.num_used == 20
     engine.check_integrity()
     engine.admission.release_lease(make_request("p", [1]).key)
     assert engine.ledger.num_available == 48
@@ -295,4 +297,4 @@ def test_which_models_give_blocks_back(tmp_path, name, window, part):
     """Those without a layer that sees all; of those with both kinds parts go back."""
     make_folder(tmp_path, name)
     spec = read_spec(tmp_path)
-    assert (spec.kv_window, spec.part_window) == (window, part)
+    assert (spec.kv_window, spec.partial_window) == (window, part)

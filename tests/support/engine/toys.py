@@ -31,7 +31,7 @@ from baton.engine.core.request import (
 )
 from baton.engine.engine import Engine
 from baton.engine.execute.launcher import LaunchedTokens, Launcher
-from baton.engine.kv.block_pages import num_places
+from baton.engine.kv.block_pages import num_block_ids
 from baton.engine.kv.pool import KVPool
 from baton.engine.sampling.sampler import Sampler, SampleRow
 from baton.sampling_params import SamplingParams
@@ -65,9 +65,9 @@ class ToyModel:
     def __init__(self, max_model_len: int, windows: tuple[int | None, ...] = (None,)):
         self.attention = SimpleNamespace(name="toy", skips_outside=True)
         self.fused = None
-        kv_window, part_window = (windows[-1], None) if len(windows) == 1 else (None, windows[0])
+        kv_window, partial_window = (windows[-1], None) if len(windows) == 1 else (None, windows[0])
         self.spec = SimpleNamespace(
-            context=max_model_len, vocab_size=VOCAB, windows=windows, kv_window=kv_window, part_window=part_window
+            context=max_model_len, vocab_size=VOCAB, windows=windows, kv_window=kv_window, partial_window=partial_window
         )
         self.before_forward = lambda batch: None
         self.batch_sizes: list[tuple[int, int]] = []  # sequences, tokens
@@ -149,7 +149,7 @@ def toy_engine(*proposers, window: int | None = None, windows: tuple[int | None,
         groups.append(KVGroup(STATE, 1, 1, 16, "fp32", 1))
     layout, num_states = KVLayout(tuple(groups)), config.num_states or 0
     model = ToyModel(config.max_model_len, windows)
-    num_blocks = num_places(config.num_blocks, layout, windows)
+    num_blocks = num_block_ids(config.num_blocks, layout, windows)
     pool = KVPool(layout, num_blocks, num_states=num_states)
     return Engine(config, model, pool, b"toy", Sampler(), proposers)
 

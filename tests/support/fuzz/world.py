@@ -18,12 +18,12 @@ from baton.engine import engine
 from baton.engine.core.request import FinishReason, Key, Output, Request, RequestEnded, TokenLogprobs
 from baton.engine.engine import Engine
 from baton.engine.execute import output_processor
-from baton.engine.schedule import lifecycle, scheduler, sequence, tenant_shares
+from baton.engine.schedule import group_actions, scheduler, sequence, tenant_shares
 from tests.support.fuzz.journey import Journey
 from tests.support.fuzz.shrink import Plan
 from tests.support.fuzz.wires import Wires
 
-CLOCKED = (engine, lifecycle, output_processor, scheduler, sequence, tenant_shares)  # modules that read the time
+CLOCKED = (engine, group_actions, output_processor, scheduler, sequence, tenant_shares)  # modules that read the time
 MAX_ROUNDS = 2000  # of both engines, until everything has ended
 BEGAN_S, AGES_S = 1000.0, 1e6
 ROUND_S = 0.002
@@ -248,7 +248,7 @@ class World:
             self._step(number)
             assert each.ledger.num_available == each.num_blocks and not each.ledger.num_reserved, "blocks are missing"
             tables = {
-                "groups": each.lifecycle.groups, "quarantined": each.lifecycle._quarantined,
+                "groups": each.lifecycle.groups, "quarantined": each.lifecycle.quarantined,
                 "deadlines": each.lifecycle.groups._deadlines, "running": each.scheduler.running,
                 "waiting": each.scheduler.waiting, "inbox": list(each.inbox._commands),
                 "waiting tokens": each.lifecycle.num_waiting_tokens, "choices": each.lifecycle.num_choices,

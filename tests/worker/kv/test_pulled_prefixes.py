@@ -48,5 +48,5 @@ def test_an_engine_is_asked_once_for_each_block_of_a_long_prompt(monkeypatch):
     blocks = intake.EngineBlocks(engine, request.key, 0, lambda token: None)
     for upto_token in (*range(64, 1000, 64), 1000, 640):
         found = blocks.set_aside(upto_token)
-    assert tuple(found) == refs(engine.admission.groups[request.key].trunk.block_ids)
+    assert tuple(found) == refs(engine.admission.groups[request.key].trunk.blocks.ids)
     assert len(found) == 63 and len(given) == 63 + 15

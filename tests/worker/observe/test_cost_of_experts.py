@@ -2,7 +2,7 @@
 
 from baton.engine.core.config import EngineConfig
 from baton.engine.engine import Engine
-from baton.engine.schedule.step_work import WorkRates
+from baton.engine.step_work import WorkRates
 from baton.worker.observe.roofline import Cost
 from tests.support.engine.folders import make_folder
 

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from baton.engine.schedule.counters import DraftCounts
-from baton.engine.schedule.scheduler import Scheduler, Slice
+from baton.engine.schedule.scheduler import Scheduler
 from baton.engine.schedule.sequence import Group, Sequence
-from baton.engine.schedule.step_work import Drawn
+from baton.engine.schedule.steps import Drawn, Slice
 from baton.engine.speculation.control.controller import Controller, limit_of
 from baton.engine.speculation.control.tracks import Tracks
 from baton.engine.speculation.control.verify import num_right
@@ -340,7 +340,7 @@ class Speculator:
                 self.counts[name].add(len(draft_ids), num_accepted)
                 self.controller.note_accepted(name, self._tracks[name][seq].acceptance, len(draft_ids), num_accepted)
                 seq.draft_ids = []
-            if seq.block_ids:  # it continues
+            if seq.blocks.ids:  # it continues
                 for other, steps in advances.items():
                     if (track := self._tracks[other].get(seq)) is not None and track.draftee is not None:
                         num_proposed = len(draft_ids) if other == name else 0

@@ -6,11 +6,7 @@ from collections.abc import Iterable
 from itertools import product
 from typing import NamedTuple
 
-from baton.engine.sampling.sampler import Sampled
-from baton.engine.schedule.scheduler import Slice
-from baton.engine.schedule.sequence import Sequence
-
-Drawn = tuple[Sequence, list[Sampled]]  # at the end of a prompt a token for each choice, then those it continues with
+from baton.engine.schedule.steps import Slice
 
 WINDOW_S = 5  # whole seconds, those before the present one
 RATE_S = 1.0

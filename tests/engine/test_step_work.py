@@ -4,9 +4,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from baton.engine.schedule import step_work
-from baton.engine.schedule.scheduler import Slice
-from baton.engine.schedule.step_work import WINDOW_S, StepWork, WorkRates
+from baton.engine import step_work
+from baton.engine.schedule.steps import Slice
+from baton.engine.step_work import WINDOW_S, StepWork, WorkRates
 
 
 @pytest.fixture
