@@ -23,7 +23,7 @@ import sys
 
 import torch
 
-from baton.engine.execute.sm_partition import Partition
+from baton.engine.core.device import MultiprocessorShare
 from bench.lib import gpu_limits
 from bench.lib.report import Report, finish, start
 
@@ -153,7 +153,7 @@ class Bench:
         self._interfere("", None)
         share = gpu_interference.PREFILL_SHARE
         try:
-            Partition(torch.device("cuda", torch.cuda.current_device()), share)
+            MultiprocessorShare(torch.device("cuda", torch.cuda.current_device()), share)
         except ValueError as error:
             print(f"interference with a share: not measured, {error}")
         else:

@@ -311,11 +311,11 @@ class Engine:
 
     def _launch_step(self, slices: list[Slice]) -> None:
         """Launch a step after those in flight; `_collect_step` reads it."""
-        before = self._flights[-1] if self._flights else None
+        previous = self._flights[-1] if self._flights else None
         self._computing = slices
         self._note_launch(slices, time.monotonic())
         on_layer = layer_watermark(slices, self.layout, self.on_progress)
-        self._flights.append(self.runner.launch(slices, before, on_layer))
+        self._flights.append(self.runner.launch(slices, previous, on_layer))
         self._computing = []
 
     def _note_launch(self, slices: list[Slice], launched_at: float) -> None:

@@ -68,9 +68,9 @@ class ForwardBatch:
     adapters: tuple[AdapterRows, ...] = ()  # in order of rows; neighbouring rows with the same adapter are one entry
 
 
-def known_ids(token_ids: Tensor, before: Tensor) -> Tensor:
-    """Return `token_ids` [T] with each ~row replaced by that row of `before` [R], all on one device."""
-    return torch.where(token_ids < 0, before[(~token_ids).clamp_(min=0)], token_ids)
+def known_ids(token_ids: Tensor, previous_tokens: Tensor) -> Tensor:
+    """Return `token_ids` [T] with each ~row replaced by that row of `previous_tokens` [R], all on one device."""
+    return torch.where(token_ids < 0, previous_tokens[(~token_ids).clamp_(min=0)], token_ids)
 
 
 @dataclass(frozen=True, slots=True)

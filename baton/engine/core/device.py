@@ -1,4 +1,4 @@
-"""Find the device that an engine computes on, and decide how much of its memory the pool gets."""
+"""Find the device that an engine computes on, and decide how much of its memory and its multiprocessors it gets."""
 
 import logging
 import os
@@ -13,6 +13,7 @@ from baton import system
 from baton.engine import native
 from baton.engine.core import cpu
 from baton.engine.core.config import DEVICES, MIN_CAPABILITY, POOL_SHARE, EngineConfig
+from baton.lines import one_line
 
 UTILIZATION = 0.9  # default share of GPU memory: graphs, libraries and fragmentation take from the rest
 GIB = 1 << 30
@@ -25,6 +26,8 @@ SMALLER = {
 MAX_THREADS_A_CORE = 16
 PROCESS_BYTES = 200 << 20  # of each process of a worker on a CPU, beside weights and KV: seen with the demo model
 ADVISED = ("fp8", "int8", "int4-g128")
+
+SM_MULTIPLE = 8  # a context has a multiple of this many multiprocessors, on Hopper
 
 logger = logging.getLogger(__name__)
 
@@ -237,3 +240,47 @@ def pool_blocks(memory: Memory, utilization: float, step_bytes: int, block_bytes
         f"used, this process has {memory.ours / GIB:.1f}, a step takes {step_bytes / GIB:.2f}: {max(left, 0) / GIB:.2f} GiB "
         f"are left for KV, at least {least * block_bytes / GIB:.2f} are needed; lower max_num_batched_tokens or max_model_len, or quantize"
     )
+
+
+class MultiprocessorShare:
+    """The share of a GPU's multiprocessors of one engine, whose kernels run on a stream of a CUDA green context.
+
+    So a prefill worker leaves some multiprocessors to a decode worker on the same GPU. Kernels of two processes run at
+    the same time only under CUDA's Multi-Process Service. Without it they take turns, and a share slows one process
+    without helping the other.
+    """
+
+    def __init__(self, device: torch.device, share: float):
+        """Make a context of a `share` (between 0 and 1) of the multiprocessors. ValueError, one line, if there can be
+        none."""
+        total = torch.cuda.get_device_properties(device).multi_processor_count
+        self.num_processors = max(SM_MULTIPLE, round(total * share / SM_MULTIPLE) * SM_MULTIPLE)
+        self.num_all = total
+        if reason := no_green_contexts():
+            raise ValueError(f"sm_share {share:g}: {reason}; leave it out")
+        from torch.cuda.green_contexts import GreenContext
+
+        try:
+            self._context = GreenContext.create(num_sms=self.num_processors, device_id=device.index)
+            self.stream: torch.cuda.Stream = self._context.Stream()
+            torch.cuda.synchronize(device)  # wait for what other streams load
+        except RuntimeError as error:
+            reason = one_line(error, 160)
+            raise ValueError(
+                f"sm_share {share:g}: the driver has no green contexts here ({reason}); leave it out"
+            ) from None
+
+    @property
+    def summary(self) -> str:
+        return f"{self.num_processors} of {self.num_all} multiprocessors"
+
+
+def no_green_contexts() -> str:
+    """Return why torch cannot make green contexts, or "" if it can."""
+    try:
+        from torch.cuda import green_contexts
+    except ImportError:
+        return f"torch {torch.__version__} knows no green contexts, 2.13 does"
+    if not green_contexts.SUPPORTED or not hasattr(green_contexts.GreenContext, "Stream"):
+        return f"torch {torch.__version__} was built without green contexts"
+    return ""

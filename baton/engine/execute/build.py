@@ -25,7 +25,8 @@ from baton.engine.core.device import (
 )
 from baton.engine.core.model_spec import ModelSpec
 from baton.engine.core.reproducible import fix_order_of_sums
-from baton.engine.execute.launcher import GpuLauncher, Launcher, StagedLauncher, step_bytes
+from baton.engine.execute.launcher import GpuLauncher, Launcher, StagedLauncher
+from baton.engine.execute.step_memory import step_bytes
 from baton.engine.kv.block_pages import BlockPages, num_block_ids, part_bytes
 from baton.engine.kv.ledger import Ledger
 from baton.engine.kv.pool import CPU, DTYPES, KVPool

@@ -69,13 +69,13 @@ class StepGraphs:
             return self._chunk_shape(self._chunks[bisect_left(self._chunks, width)])
         return None
 
-    def run(self, batch: ForwardBatch, shape: StepShape, before: Tensor | None = None) -> Outputs:
+    def run(self, batch: ForwardBatch, shape: StepShape, previous_tokens: Tensor | None = None) -> Outputs:
         """Replay the graph of `shape` on `batch`, which is on the host.
 
-        `before`: int64 [R], tokens of the previous launch. Returns hidden [R, hidden_size] and logits fp32 [R,
+        `previous_tokens`: int64 [R], of the previous launch. Returns hidden [R, hidden_size] and logits fp32 [R,
         vocab_size], which the next run overwrites.
         """
-        self._inputs.send_padded(batch, shape, before)
+        self._inputs.send_padded(batch, shape, previous_tokens)
         replay, (hidden, logits) = self._graphs[shape]
         replay()
         num_rows = len(batch.logit_rows)

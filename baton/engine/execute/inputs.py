@@ -125,28 +125,25 @@ class StepInputs:
         table = SeqTable(parts.query_starts, parts.kv_lens, block_ids, max_query_len, max_kv_len, states)
         return ForwardBatch(parts.token_ids, parts.positions, parts.slots, [], parts.logit_rows, table)
 
-    def send(self, batch: ForwardBatch, before: Tensor | None = None) -> ForwardBatch:
+    def send(self, batch: ForwardBatch, previous_tokens: Tensor | None = None) -> ForwardBatch:
         """Send `batch` from the host, unpadded, and return it on the device.
 
-        `before`: int64 [R] on the device, tokens of the previous launch. The launch before that must have passed.
+        `previous_tokens`: int64 [R] on the device, of the previous launch. The launch before that must have passed.
         """
         shape = shape_of(batch.seqs, len(batch.logit_rows))
         max_query_len, max_kv_len = (max(getattr(seq, name) for seq in batch.seqs) for name in ("query_len", "kv_len"))
-        self._fill(batch, shape, before)
+        self.send_padded(batch, shape, previous_tokens)
         sent = self.static(shape, max_query_len, max_kv_len)
         starts = zip(batch.seqs, sent.table.block_ids, strict=True)
         seqs = [replace(seq, block_ids=block_ids) for seq, block_ids in starts]
         return replace(sent, seqs=seqs, adapters=batch.adapters)
 
-    def send_padded(self, batch: ForwardBatch, shape: StepShape, before: Tensor | None = None) -> None:
+    def send_padded(self, batch: ForwardBatch, shape: StepShape, previous_tokens: Tensor | None = None) -> None:
         """Send `batch` from the host, padded to `shape`.
 
         `batch`: sequences with the same number of tokens and logits of every row, or one chunk with at most one row of
-        logits. `before`: int64 [R], tokens of the previous launch.
+        logits. `previous_tokens`: int64 [R], of the previous launch.
         """
-        self._fill(batch, shape, before)
-
-    def _fill(self, batch: ForwardBatch, shape: StepShape, before: Tensor | None) -> None:
         self._turn ^= 1
         host = self._hosts[self._turn]
         parts, seqs = StepViews.of(host, shape), batch.seqs
@@ -167,9 +164,9 @@ class StepInputs:
         if shape.has_states:
             parts.states[:] = state_fields(seqs, shortest, missing).flatten()
         self._copy(host, shape.num_bytes, tables)
-        if before is not None:
+        if previous_tokens is not None:
             token_ids = StepViews.of(self._target, shape).token_ids
-            token_ids.copy_(known_ids(token_ids, before))
+            token_ids.copy_(known_ids(token_ids, previous_tokens))
 
     def _copy(self, host: Tensor, num_bytes: int, tables: Sequence[Tensor]) -> None:
         """Copy `num_bytes` and the rows of the block table that differ from those on the device."""

@@ -10,21 +10,20 @@ import torch
 from torch import Tensor
 
 from baton.engine import kernels, native
-from baton.engine.core.batch import FIRST_STATE, ForwardBatch, SeqSlice, known_ids
+from baton.engine.core.batch import ForwardBatch, known_ids
 from baton.engine.core.config import EngineConfig
+from baton.engine.core.device import MultiprocessorShare
 from baton.engine.execute.activation_memory import activations_on
 from baton.engine.execute.graphs import (
     AgreedCapture,
     Capture,
     CudaCapture,
-    Outputs,
     StepGraphs,
     chunk_sizes,
     ladder,
     widths,
 )
 from baton.engine.execute.inputs import StepInputs, StepShape
-from baton.engine.execute.sm_partition import Partition
 from baton.engine.execute.warm_up import warm_steps
 from baton.engine.execute.watermark import LayerEvents
 from baton.engine.kernels.compiling import CompileWatch
@@ -32,7 +31,7 @@ from baton.engine.kv.pool import KVPool
 from baton.engine.models.decoder import Model
 from baton.engine.models.leading import FirstStage, StagedStep
 from baton.engine.sampling.on_device import sampler_on
-from baton.engine.sampling.sampler import PROMPT_ROWS, SampleRow, prompt_logprobs
+from baton.engine.sampling.sampler import SampleRow
 from baton.lines import one_line
 from baton.sampling_params import SamplingParams
 
@@ -60,6 +59,7 @@ class Launcher:
     depth = 2  # the most steps in flight, if they overlap
     num_stages = 1  # pipeline stages, which compute steps of different sequences at the same time
     draws = True  # whether a launch draws its tokens, so that the next one continues before they are read
+    allows_multi_step = True  # several steps may be computed in one native call: not in stages, nor on a GPU
     num_graphs = 0
 
     def __init__(self, model: Model, pool: KVPool):
@@ -99,16 +99,16 @@ class Launcher:
         return (hidden if keeps_hidden else None), logits
 
     def launch(
-        self, batch: ForwardBatch, draw: Draw, before: LaunchedTokens | None,
+        self, batch: ForwardBatch, draw: Draw, previous: LaunchedTokens | None,
         on_layer: Callable[[int], None] | None = None,
     ) -> LaunchedTokens:  # fmt: skip
         """Launch a step whose tokens are drawn on the device, without waiting for it.
 
-        At most one earlier launch has not been read; it is `before` if `batch` continues from its tokens. `on_layer` is
+        At most one earlier launch has not been read: `previous`, if `batch` continues from its tokens. `on_layer` is
         as in `run`; on a GPU it is called when the tokens are read.
         """
-        if before is not None:
-            batch = replace(batch, token_ids=known_ids(batch.token_ids, before.drawn))
+        if previous is not None:
+            batch = replace(batch, token_ids=known_ids(batch.token_ids, previous.drawn))
         return LaunchedTokens(draw(self.run(batch, False, on_layer)[1]))
 
     def stream_context(self) -> AbstractContextManager:
@@ -131,7 +131,7 @@ class StagedLauncher(Launcher):
     """
 
     model: FirstStage
-    overlaps, draws = True, False
+    overlaps, draws, allows_multi_step = True, False, False
 
     def __init__(self, model: FirstStage, pool: KVPool):
         super().__init__(model, pool)
@@ -181,6 +181,8 @@ class GpuLauncher(Launcher):
     A block is sealed, announced or released only after the last write of all steps that may touch it.
     """
 
+    allows_multi_step = False
+
     def __init__(
         self, model: Model, pool: KVPool, config: EngineConfig, speculates: bool,
         least: Callable[[int], int] | None = None,
@@ -194,7 +196,7 @@ class GpuLauncher(Launcher):
         self.overlaps = model.capturable
         num_tokens, num_seqs = config.max_num_batched_tokens, config.max_num_seqs
         table = pool.layout.num_blocks(config.max_model_len)
-        self._partition = None if config.sm_share is None else Partition(pool.device, config.sm_share)
+        self._sm_share = None if config.sm_share is None else MultiprocessorShare(pool.device, config.sm_share)
         has_states = pool.states is not None
         self._inputs = StepInputs(pool.device, StepShape(num_tokens, num_tokens, num_seqs, table + 1, has_states))
         if has_states and speculates:
@@ -221,7 +223,7 @@ class GpuLauncher(Launcher):
 
     @property
     def summary(self) -> str:
-        share = "" if self._partition is None else f", {self._partition.summary}"
+        share = "" if self._sm_share is None else f", {self._sm_share.summary}"
         return f"on {torch.cuda.get_device_name(self.pool.device)}{share}, {self.num_graphs} graphs"
 
     @property
@@ -261,10 +263,10 @@ class GpuLauncher(Launcher):
         return found
 
     def launch(
-        self, batch: ForwardBatch, draw: Draw, before: LaunchedTokens | None,
+        self, batch: ForwardBatch, draw: Draw, previous: LaunchedTokens | None,
         on_layer: Callable[[int], None] | None = None,
     ) -> LaunchedTokens:  # fmt: skip
-        known, events = None if before is None else before.drawn, None
+        known, events = None if previous is None else previous.drawn, None
         if self._graphs is not None and (shape := self._graphs.shape_for(batch)) is not None:
             logits = self._graphs.run(batch, shape, known)[1]
         else:
@@ -282,7 +284,7 @@ class GpuLauncher(Launcher):
 
     @property
     def _stream(self) -> torch.cuda.Stream | None:
-        return None if self._partition is None else self._partition.stream
+        return None if self._sm_share is None else self._sm_share.stream
 
     @contextmanager
     def without_graphs(self) -> Iterator[None]:
@@ -309,85 +311,9 @@ def fitting_chunks(model: Model, config: EngineConfig) -> list[int]:
     """Return the tokens of chunks that have graphs. Only Triton's layers skip a chunk's padding when they write KV."""
     if model.layers_name != "triton":
         return []
-    return chunk_sizes(_largest_chunk(config))
+    return chunk_sizes(largest_chunk(config))
 
 
-def _largest_chunk(config: EngineConfig) -> int:
+def largest_chunk(config: EngineConfig) -> int:
     """Return the most tokens that one sequence has in a step."""
     return min(config.max_num_batched_tokens, config.max_model_len)
-
-
-def step_bytes(model: Model, config: EngineConfig, speculates: bool) -> int:
-    """Measure the memory of steps beside weights and pool, with a small pool of its own.
-
-    That is the memory of the largest step, and what graphs keep for themselves.
-    """
-    num_tokens, layout = _largest_chunk(config), model.kv_layout(config.kv_dtype, config.block_size)
-    has_states = layout.state is not None
-    pool = KVPool(layout, layout.num_blocks(num_tokens), device=model.device, num_states=int(has_states))
-    if pool.states is not None and speculates:
-        pool.states.hold_drafts(model.num_draft_elements)
-    most, table = config.max_num_batched_tokens, layout.num_blocks(config.max_model_len) + 1
-    inputs = StepInputs(model.device, StepShape(most, most, config.max_num_seqs, table, has_states))
-    taken = inputs.num_bytes + _largest_step_bytes(model, config, pool, inputs)
-    if not config.cuda_graphs or not model.capturable:
-        return taken
-    return taken + _graph_bytes(model, config, pool, inputs, speculates)
-
-
-def _largest_batch(config: EngineConfig, pool: KVPool) -> ForwardBatch:
-    """Return a step with a chunk and all other sequences decoding, each as long as the pool allows."""
-    num_tokens = _largest_chunk(config)
-    state = None if pool.states is None else FIRST_STATE
-    rows, block_ids = torch.arange(num_tokens, device="cpu"), torch.arange(pool.num_blocks, device="cpu")
-    chunk = num_tokens - (min(config.max_num_seqs, num_tokens) - 1)
-    others = [SeqSlice(row, 1, num_tokens, block_ids, state) for row in range(chunk, num_tokens)]
-    seqs = [SeqSlice(0, chunk, chunk, block_ids, state), *others]
-    return ForwardBatch(torch.zeros_like(rows), rows, rows, seqs, rows[chunk - 1 :])
-
-
-def _largest_step_bytes(model: Model, config: EngineConfig, pool: KVPool, inputs: StepInputs) -> int:
-    """Measure the memory of the largest step, with drawing all its rows and the log-probabilities of a prompt."""
-    batch, params = _largest_batch(config, pool), SamplingParams(temperature=1.0, top_p=0.9, seed=0)
-    sampled = [SampleRow(params, 0, row) for row in range(config.max_num_seqs)]
-
-    def read_prompt(hidden: Tensor) -> None:
-        rows = hidden[:PROMPT_ROWS]
-        prompt_logprobs(rows, [0] * len(rows), 1, model.logits)
-
-    def largest_step() -> None:
-        logits = Launcher(model, pool).run(inputs.send(batch), False, None, read_prompt)[1]
-        sampler_on(model.device).draw(logits, sampled[: len(logits)])
-
-    return _peak_bytes(model.device, largest_step)
-
-
-def _graph_bytes(model: Model, config: EngineConfig, pool: KVPool, inputs: StepInputs, speculates: bool) -> int:
-    """Measure the memory that all graphs keep.
-
-    All are captured, since graphs of few sequences may take more than the largest: they split KV and keep partial
-    results.
-    """
-
-    def computed(run: Callable[[], Outputs]) -> tuple[Callable[[], None], Outputs]:
-        """Compute and wait, as a capture does: the graph after the next uses the same buffer of inputs."""
-        outputs = run()
-        torch.cuda.synchronize(model.device)
-        return torch.cuda.synchronize, outputs
-
-    def every_graph() -> None:
-        StepGraphs(
-            model, pool, inputs, ladder(config.max_num_seqs), fitting_widths(config, speculates),
-            fitting_chunks(model, config), config.max_model_len, computed,
-        )  # fmt: skip
-
-    return _peak_bytes(model.device, every_graph)
-
-
-def _peak_bytes(device: torch.device, run: Callable[[], None]) -> int:
-    """Return the peak memory of `run`, in bytes."""
-    before = torch.cuda.memory_allocated(device)
-    torch.cuda.reset_peak_memory_stats(device)
-    run()
-    torch.cuda.synchronize(device)
-    return torch.cuda.max_memory_allocated(device) - before

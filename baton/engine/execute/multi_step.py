@@ -18,7 +18,6 @@ from torch import Tensor
 from baton import failpoints
 from baton.engine import native
 from baton.engine.core.batch import AdapterRows
-from baton.engine.execute.launcher import Launcher
 from baton.engine.execute.runner import Runner
 from baton.engine.kv.native import native_pool
 from baton.engine.kv.pool import KVPool
@@ -34,7 +33,7 @@ from baton.engine.schedule.steps import Drawn, Slice
 
 MAX_STEPS = 8
 BUDGET_NS = 4_000_000  # of one call: tokens reach a client no less evenly than the outbox sends them
-HURT = ("engine.step", "engine.batch")  # failpoints that every step passes
+_STEP_FAILPOINTS = ("engine.step", "engine.batch")  # failpoints that every step passes
 _POINTER, _INT, _DOUBLE = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
 _NEXT_MASKS = ctypes.CFUNCTYPE(_INT)
 _ARGUMENTS = (
@@ -92,7 +91,7 @@ class MultiStep:
         model = runner.model
         is_native = (
             isinstance(runner.sampler, NativeSampler)
-            and type(runner.launcher) is Launcher
+            and runner.launcher.allows_multi_step
             and isinstance(model.fused, FusedLayers)
             and has_native_ends(model)
             and model.spec.logit_softcap is None
@@ -105,7 +104,7 @@ class MultiStep:
 
         0 if there is more to do than decoding, or a constraint allows no token. Finds the sequences' masks.
         """
-        if failpoints.is_armed(*HURT):
+        if failpoints.is_armed(*_STEP_FAILPOINTS):
             return 0
         is_awaited = scheduler.waiting or len(scheduler.running) > len(slices)
         most = 1 if is_awaited else min(most, MAX_STEPS)

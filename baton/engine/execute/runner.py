@@ -89,11 +89,11 @@ class Runner:
 
     @torch.inference_mode()
     def launch(
-        self, slices: list[Slice], before: Flight | None = None, on_layer: Callable[[int], None] | None = None
+        self, slices: list[Slice], previous: Flight | None = None, on_layer: Callable[[int], None] | None = None
     ) -> Flight:
         """Launch a step for which `can_launch` is true.
 
-        `before`: the flight whose tokens it may continue from. `on_layer(layer)` is called when the step is read, as
+        `previous`: the flight whose tokens it may continue from. `on_layer(layer)` is called when the step is read, as
         each layer's KV is written.
         """
         launched_at = time.monotonic()
@@ -101,15 +101,15 @@ class Runner:
             batch, seqs = self._batch(slices)
             finish = partial(self.launcher.finish, self.launcher.begin(batch), on_layer)
             return Flight(slices, launched_at, partial(self._computed, slices, batch, seqs, finish), seqs)
-        known = {} if before is None else {seq: row for row, seq in enumerate(before.sampled_seqs)}
+        known = {} if previous is None else {seq: row for row, seq in enumerate(previous.sampled_seqs)}
         batch, seqs = self._batch(slices, known)
         rows = [plain_row(piece.seq.group.request, piece.seq.choice, piece.end) for piece in slices if draws(piece)]
-        continues = before is not None and any(begin >= seq.num_tokens for seq, begin, _ in slices)
+        continues = previous is not None and any(begin >= seq.num_tokens for seq, begin, _ in slices)
 
         def draw(logits: Tensor) -> Tensor:
             return self.sampler.draw(logits, rows) if rows else logits.new_empty(0, dtype=torch.int64)
 
-        tokens = self.launcher.launch(batch, draw, before.tokens if continues else None, on_layer)
+        tokens = self.launcher.launch(batch, draw, previous.tokens if continues else None, on_layer)
         return Flight(slices, launched_at, partial(_read, seqs, tokens), seqs, tokens)
 
     def can_launch(self, slices: list[Slice]) -> bool:

@@ -53,7 +53,7 @@ class LeadingLauncher(GpuLauncher):
             return super().run(batch, keeps_hidden, on_layer, on_hidden)
 
     def launch(
-        self, batch: ForwardBatch, draw: Draw, before: LaunchedTokens | None,
+        self, batch: ForwardBatch, draw: Draw, previous: LaunchedTokens | None,
         on_layer: Callable[[int], None] | None = None,
     ) -> LaunchedTokens:  # fmt: skip
         def draw_for_all(logits: Tensor) -> Tensor:
@@ -62,8 +62,8 @@ class LeadingLauncher(GpuLauncher):
                 collectives.send(drawn)
             return drawn
 
-        with self._step(batch, CommandKind.LAUNCH if before is None else CommandKind.CONTINUE) as collectives:
-            return super().launch(batch, draw_for_all, before, on_layer)
+        with self._step(batch, CommandKind.LAUNCH if previous is None else CommandKind.CONTINUE) as collectives:
+            return super().launch(batch, draw_for_all, previous, on_layer)
 
     @contextmanager
     def _step(self, batch: ForwardBatch, kind: CommandKind) -> Iterator[DistributedCollectives]:

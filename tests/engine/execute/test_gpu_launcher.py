@@ -16,10 +16,11 @@ pytest.importorskip("triton")
 from baton.engine import kernels
 from baton.engine.attention import triton_paged
 from baton.engine.core.config import EngineConfig
+from baton.engine.core.device import MultiprocessorShare
 from baton.engine.core.pooling import Pooling, PoolingParams
 from baton.engine.core.request import Progress
 from baton.engine.engine import Engine
-from baton.engine.execute import launcher, sm_partition, watermark
+from baton.engine.execute import launcher, step_memory, watermark
 from baton.engine.execute.graphs import AgreedCapture
 from baton.engine.execute.launcher import GpuLauncher
 from baton.engine.execute.warm_up import warm_steps
@@ -194,16 +195,16 @@ def test_what_steps_take_is_measured_with_the_draw_and_the_graphs(tmp_path, devi
     drawn, graphs, allocated = [], [], iter([100, 5, 200, 70])
     monkeypatch.setattr(launcher, "chunk_sizes", lambda most: [most])
     draw = SimpleNamespace(draw=lambda logits, rows: drawn.append((logits.shape[0], rows[0].params.top_p)))
-    monkeypatch.setattr(launcher, "sampler_on", lambda device: draw)
-    monkeypatch.setattr(launcher, "StepGraphs", lambda *given: graphs.append(given[3:7]))
+    monkeypatch.setattr(step_memory, "sampler_on", lambda device: draw)
+    monkeypatch.setattr(step_memory, "StepGraphs", lambda *given: graphs.append(given[3:7]))
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 0)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: next(allocated))
     for name in ("reset_peak_memory_stats", "synchronize"):
         monkeypatch.setattr(torch.cuda, name, lambda device: None)
     with torch.inference_mode():
-        inputs = launcher.StepInputs(torch.device("cpu"), launcher.StepShape(68, 68, 4, 5)).num_bytes
-        assert launcher.step_bytes(engine.runner.model, engine.config, False) == 105 + inputs
-        assert launcher.step_bytes(engine.runner.model, engine.config, True) == 270 + inputs
+        inputs = step_memory.StepInputs(torch.device("cpu"), step_memory.StepShape(68, 68, 4, 5)).num_bytes
+        assert step_memory.step_bytes(engine.runner.model, engine.config, False) == 105 + inputs
+        assert step_memory.step_bytes(engine.runner.model, engine.config, True) == 270 + inputs
     assert drawn == [(4, 0.9)] * 2 and graphs == [
         ([1, 2, 4], [1], [64], 64),
         ([1, 2, 4], [1, 2, 3, 4, 5, 9, 17], [64], 64),
@@ -212,15 +213,15 @@ def test_what_steps_take_is_measured_with_the_draw_and_the_graphs(tmp_path, devi
 
 def test_measuring_graphs_waits_for_what_lies_in_the_buffers(tmp_path, device, monkeypatch):
     """As the warm-up does: no capture waits there."""
-    engine, done, send = small_engine(tmp_path), [], launcher.StepInputs.send_padded
-    monkeypatch.setattr(launcher.StepInputs, "send_padded", lambda *given: done.append("send") or send(*given))
-    monkeypatch.setattr(launcher, "sampler_on", lambda device: SimpleNamespace(draw=lambda logits, rows: None))
+    engine, done, send = small_engine(tmp_path), [], step_memory.StepInputs.send_padded
+    monkeypatch.setattr(step_memory.StepInputs, "send_padded", lambda *given: done.append("send") or send(*given))
+    monkeypatch.setattr(step_memory, "sampler_on", lambda device: SimpleNamespace(draw=lambda logits, rows: None))
     for name in ("memory_allocated", "max_memory_allocated", "reset_peak_memory_stats"):
         monkeypatch.setattr(torch.cuda, name, lambda device: 0)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: done.append("wait"))
     with torch.inference_mode():
-        launcher.step_bytes(engine.runner.model, engine.config, False)
-    assert done.count("send") == 3 and "send send send" not in " ".join(done)
+        step_memory.step_bytes(engine.runner.model, engine.config, False)
+    assert done.count("send") == 4 and "send send send" not in " ".join(done)
 
 
 def test_a_decode_step_waits_for_the_device_once(tmp_path, device, monkeypatch):
@@ -335,7 +336,7 @@ def test_a_share_is_a_green_context(share, num_sms, monkeypatch):
         return SimpleNamespace(Stream=lambda: stream)
 
     h200(monkeypatch, create)
-    partition = sm_partition.Partition(torch.device("cuda", 1), share)
+    partition = MultiprocessorShare(torch.device("cuda", 1), share)
     assert asked == [{"num_sms": num_sms, "device_id": 1}] and partition.stream is stream
     assert partition.summary == f"{num_sms} of 132 multiprocessors"
 
@@ -343,14 +344,14 @@ def test_a_share_is_a_green_context(share, num_sms, monkeypatch):
 def test_where_there_are_none_it_is_one_line(monkeypatch):
     h200(monkeypatch)
     with pytest.raises(ValueError, match=r"^sm_share 0.5: torch .* was built without green contexts; leave it out$"):
-        sm_partition.Partition(torch.device("cuda", 0), 0.5)
+        MultiprocessorShare(torch.device("cuda", 0), 0.5)
 
     def create(**options):
         raise RuntimeError("CUDA driver error:\n operation not supported")
 
     h200(monkeypatch, create)
     with pytest.raises(ValueError, match="no green contexts here .*not supported.*leave it out") as error:
-        sm_partition.Partition(torch.device("cuda", 0), 0.5)
+        MultiprocessorShare(torch.device("cuda", 0), 0.5)
     assert "\n" not in str(error.value)
 
 

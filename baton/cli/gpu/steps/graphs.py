@@ -7,7 +7,7 @@ import torch
 
 from baton.cli.gpu.check import Say
 from baton.cli.gpu.random_engine import LLAMA_8B, RandomEngine
-from baton.engine.execute.launcher import step_bytes
+from baton.engine.execute.step_memory import step_bytes
 
 PROMPTS = (3, 40, 65, 300)
 NUM_OUTPUT = 16
