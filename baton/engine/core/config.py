@@ -137,14 +137,29 @@ class EngineConfig:
     workers_per_gpu: int = _option("workers that share the GPU: each takes so small a part of its memory by default", 1)
     # where the kernels allow it
     cuda_graphs: bool = _option("run decode steps and short chunks as CUDA graphs on a GPU", True)
-    sm_share: float | None = _option(  # sm_partition.py
+    sm_share: float | None = _option(
         "fraction of the GPU's multiprocessors for this worker (default: all); needs a GPU", None
     )
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
+        self._check_choices()
+        self._check_sizes()
+        self._check_device()
+        check_model_name(self.served_model_name, "served_model_name")
+        self._check_speculation()
+        self._check_ranks()
+        self._check_adapters()
+        # Decoding goes first: what is left must always hold one span, or prompts would never be read.
+        least = self.max_num_seqs + SPAN_TOKENS
+        if (given := self.max_num_batched_tokens) < least:
+            raise ValueError(f"max_num_batched_tokens {given}: must be at least max_num_seqs + {SPAN_TOKENS} = {least}")
+
+    def _check_choices(self) -> None:
         for name, known in (("dtype", DTYPES), ("kv_dtype", KV_DTYPES), ("quantization", QUANTIZATIONS)):
             if getattr(self, name) not in known:
                 raise ValueError(f"{name} {getattr(self, name)!r}: one of {', '.join(known)}")
+
+    def _check_sizes(self) -> None:
         for each in fields(self):
             if isinstance(value := getattr(self, each.name), int) and value > MAX_NUMBER:
                 raise ValueError(f"{each.name} {value}: must be at most {MAX_NUMBER}")
@@ -163,6 +178,8 @@ class EngineConfig:
             raise ValueError("max_model_len 1: must be at least 2, a token to read and one to answer")
         if self.num_blocks == self.block_size == 1:
             raise ValueError("num_blocks 1: with block_size 1 at least 2, a token to read and one to answer")
+
+    def _check_device(self) -> None:
         if self.device not in DEVICES:
             raise ValueError(f"device {self.device!r}: one of {', '.join(DEVICES)}")
         share = self.gpu_memory_utilization
@@ -174,18 +191,13 @@ class EngineConfig:
             raise ValueError(f"sm_share {self.sm_share:g}: must be above 0 and below 1")
         if self.sm_share is not None and self.device == "cpu":
             raise ValueError("sm_share has no effect on a CPU; give threads")
-        check_model_name(self.served_model_name, "served_model_name")
-        self._check_speculation()
-        self._check_ranks()
+
+    def _check_adapters(self) -> None:
         _ = self.adapter_folders  # checks them
         if self.adapter_slots is not None and self.adapter_slots < 1:
             raise ValueError(f"adapter_slots {self.adapter_slots}: must be at least 1")
         if self.adapter_slots is not None and not self.may_adapt:
             raise ValueError("adapter_slots has no effect without adapter or adapter_root")
-        # Decoding goes first: what is left must always hold one span, or prompts would never be read.
-        least = self.max_num_seqs + SPAN_TOKENS
-        if (given := self.max_num_batched_tokens) < least:
-            raise ValueError(f"max_num_batched_tokens {given}: must be at least max_num_seqs + {SPAN_TOKENS} = {least}")
 
     @property
     def checkpoint_step(self) -> int:
