@@ -92,7 +92,7 @@ class FirstToken:
 class Waits(NamedTuple):
     """Seconds for which a request waited because there was no room for it."""
 
-    place_s: float = 0.0  # for a slot in the batch
+    slot_s: float = 0.0  # for a slot in the batch
     block_s: float = 0.0  # for KV blocks
 
 

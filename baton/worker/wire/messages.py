@@ -222,7 +222,7 @@ def done(key: Key, report: PrefillDone, pulled: pb.Pulled | None = None) -> pb.E
         num_chunks=report.num_chunks,
         prompt_logprobs=map(logprobs_to_proto, report.prompt_logprobs),
         pooled=report.pooled,
-        waits=pb.Waits(place_s=report.waits.place_s, block_s=report.waits.block_s),
+        waits=pb.Waits(place_s=report.waits.slot_s, block_s=report.waits.block_s),
         pulled=pulled,
     )
     return pb.Event(done=message)

@@ -56,7 +56,7 @@ def test_the_wait_for_a_place_in_the_batch_is_told():
     first, *others = (records[request.key].first for request in requests)
     assert first.waits == Waits()
     for each in others:
-        assert 0 < each.waits.place_s <= each.queue_s and each.waits.block_s == 0
+        assert 0 < each.waits.slot_s <= each.queue_s and each.waits.block_s == 0
     assert all(records[request.key].ended.report.waits == Waits() for request in requests)
 
 
