@@ -42,7 +42,7 @@ from baton.engine.schedule.groups import Groups
 from baton.engine.schedule.inbox import Command, Enter, GroupCommand, Inbox, Park, PendingCommands, Resume, Start, Stop
 from baton.engine.schedule.lifecycle import GroupLifecycle
 from baton.engine.schedule.scheduler import Scheduler
-from baton.engine.schedule.sequence import Copies, Group
+from baton.engine.schedule.sequence import Copies, SequenceGroup
 from baton.engine.schedule.states import GroupEvent
 from baton.engine.schedule.steps import Slice
 from baton.engine.schedule.tenant_shares import Shares
@@ -356,7 +356,7 @@ class Engine:
             logger.exception("%s failed for %s", type(command).__name__, command.key)
             self._end(group, "failed", f"{type(command).__name__} failed: {type(error).__name__}: {error}")
 
-    def _obey_for(self, group: Group, command: GroupCommand) -> None:
+    def _obey_for(self, group: SequenceGroup, command: GroupCommand) -> None:
         match command:
             case Enter() | Start() | Park() | Resume() if self._pending.keeps(group.grammar, command):
                 pass
@@ -374,7 +374,7 @@ class Engine:
             case Resume():
                 self.lifecycle.happen(group, GroupEvent.RESUME)
 
-    def _start(self, group: Group, first_tokens: tuple[FirstToken, ...]) -> None:
+    def _start(self, group: SequenceGroup, first_tokens: tuple[FirstToken, ...]) -> None:
         if not first_tokens:
             self._end(group)
             return
@@ -389,10 +389,10 @@ class Engine:
                 return
             self._let_end(group, GroupEvent.DEADLINE, Ending("deadline", "the deadline has passed"))
 
-    def _end(self, group: Group, error: str = "", message: str = "") -> None:
+    def _end(self, group: SequenceGroup, error: str = "", message: str = "") -> None:
         """End a group, unless it has ended already."""
         self._let_end(group, GroupEvent.END, Ending(error, message))
 
-    def _let_end(self, group: Group, event: GroupEvent, ending: Ending) -> None:
+    def _let_end(self, group: SequenceGroup, event: GroupEvent, ending: Ending) -> None:
         if (ended := self.lifecycle.happen(group, event, ending)) is not None:
             self._outputs.append(ended)

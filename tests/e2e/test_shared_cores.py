@@ -4,7 +4,7 @@ seen by others."""
 import struct
 import time
 
-from baton.engine.core.shared_cores import FREE, IDLE, NUM_PLACES
+from baton.engine.core.shared_cores import FREE, IDLE, NUM_SLOTS
 from tests.support.client import Client
 from tests.support.pace import patience
 from tests.support.stack import SLOW_STEPS, Stack
@@ -18,7 +18,7 @@ def test_workers_have_places_and_compute_in_them(model, fork_server, tmp_path):
 
     def places() -> list[int]:
         path = next(folder.glob("baton-cores-*"))
-        return [value for value in struct.unpack(f"{NUM_PLACES}I", path.read_bytes()) if value != FREE]
+        return [value for value in struct.unpack(f"{NUM_SLOTS}I", path.read_bytes()) if value != FREE]
 
     def comes(wanted) -> bool:
         ends_at = time.monotonic() + patience(10)

@@ -19,8 +19,8 @@ from pathlib import Path
 
 from baton import system
 
-NUM_PLACES = 64
-# Values of a place: FREE, or IDLE plus the number of computing threads. The bits above hold the group with a binding
+NUM_SLOTS = 64
+# Values of a slot: FREE, or IDLE plus the number of computing threads. The bits above hold the group with a binding
 # quota.
 FREE, IDLE = 0, 1
 _GROUP_BITS = 16
@@ -31,7 +31,7 @@ class SharedCores:
     """One worker's part of the cores of its host. Used by one thread at a time."""
 
     def __init__(self, folder: Path):
-        """Join the workers that share a `folder` and may use the same cores. Raises OSError, also if all places are
+        """Join the workers that share a `folder` and may use the same cores. Raises OSError, also if all slots are
         taken."""
         cores, quota = system.cores(), system.cpu_quota()
         mask = sum(1 << core for core in cores)
@@ -43,11 +43,11 @@ class SharedCores:
             self._group = (quota.group % ((1 << _GROUP_BITS) - 1) + 1) << _GROUP_BITS
         self._fd = system.open_own(path)
         try:
-            system.reserve(self._fd, 4 * NUM_PLACES)
-            self._own = next((place for place in range(NUM_PLACES) if system.lock_byte(self._fd, place)), NUM_PLACES)
-            if self._own == NUM_PLACES:
-                raise OSError(f"all {NUM_PLACES} places are taken")
-            self._places = memoryview(mmap.mmap(self._fd, 4 * NUM_PLACES)).cast("I")
+            system.reserve(self._fd, 4 * NUM_SLOTS)
+            self._own = next((slot for slot in range(NUM_SLOTS) if system.lock_byte(self._fd, slot)), NUM_SLOTS)
+            if self._own == NUM_SLOTS:
+                raise OSError(f"all {NUM_SLOTS} places are taken")
+            self._slots = memoryview(mmap.mmap(self._fd, 4 * NUM_SLOTS)).cast("I")
         except OSError as error:
             os.close(self._fd)
             raise OSError(f"{path}: {error.strerror or error}") from error
@@ -60,7 +60,7 @@ class SharedCores:
         self._clear_dead()
         return self._part(self._others())
 
-    def take(self, is_long: bool) -> int:
+    def claim(self, is_long: bool) -> int:
         """Return how many threads compute the next step, and tell the other workers. A long step may take idle cores
         too."""
         if time.monotonic() - self._looked_at > LOOK_S:
@@ -70,16 +70,16 @@ class SharedCores:
         if is_long:
             idle = self._host_cores - _computing(others), self.num_cores - _computing(self._within(others))
             num_threads = max(num_threads, min(idle))
-        self._places[self._own] = self._group | (IDLE + num_threads)
+        self._slots[self._own] = self._group | (IDLE + num_threads)
         return num_threads
 
     def rest(self) -> None:
         """Tell the other workers that this one is idle."""
-        self._places[self._own] = self._group | IDLE
+        self._slots[self._own] = self._group | IDLE
 
     def close(self) -> None:
         """Leave: the other workers divide the cores."""
-        self._places[self._own] = FREE
+        self._slots[self._own] = FREE
         os.close(self._fd)
 
     def _part(self, others: list[int]) -> int:
@@ -90,16 +90,16 @@ class SharedCores:
         return [value for value in others if value >> _GROUP_BITS << _GROUP_BITS == self._group]
 
     def _others(self) -> list[int]:
-        return [value for place, value in enumerate(self._places.tolist()) if value != FREE and place != self._own]
+        return [value for slot, value in enumerate(self._slots.tolist()) if value != FREE and slot != self._own]
 
     def _clear_dead(self) -> None:
         self._looked_at = time.monotonic()
-        for place, value in enumerate(self._places.tolist()):
-            if value != FREE and place != self._own and system.lock_byte(self._fd, place):
-                self._places[place] = FREE
-                system.unlock_byte(self._fd, place)
+        for slot, value in enumerate(self._slots.tolist()):
+            if value != FREE and slot != self._own and system.lock_byte(self._fd, slot):
+                self._slots[slot] = FREE
+                system.unlock_byte(self._fd, slot)
 
 
-def _computing(places: list[int]) -> int:
+def _computing(slots: list[int]) -> int:
     """Return how many threads these workers compute with."""
-    return sum((place & ((1 << _GROUP_BITS) - 1)) - IDLE for place in places)
+    return sum((slot & ((1 << _GROUP_BITS) - 1)) - IDLE for slot in slots)

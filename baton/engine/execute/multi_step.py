@@ -132,7 +132,7 @@ class MultiStep:
         num_seqs, held, table = len(slices), [], (_Decoding * len(slices))()
         adapters, num_rows = [], 0
         width = max(num_steps, *(1 + len(seq.draft_ids) for seq, _, _ in slices))
-        masks = [seq.take_masks() for seq, _, _ in slices]
+        masks = [seq.pop_masks() for seq, _, _ in slices]
         following = FollowingMasks(slices, masks, table) if any(masks) else None
         logits = [self._room_for_logits(seq, width) for seq, _, _ in slices]
         for place, (seq, _, _), own_masks, rows in zip(table, slices, masks, logits, strict=True):

@@ -9,7 +9,7 @@ from baton.engine.sampling.sampler import Sampled
 from baton.engine.schedule.group_actions import Ending
 from baton.engine.schedule.lifecycle import GroupLifecycle
 from baton.engine.schedule.scheduler import Scheduler
-from baton.engine.schedule.sequence import Group, Sequence
+from baton.engine.schedule.sequence import Sequence, SequenceGroup
 from baton.engine.schedule.states import GroupEvent, GroupState
 from baton.engine.schedule.steps import Drawn, Slice
 from baton.engine.speculation.control.verify import num_right
@@ -63,8 +63,8 @@ class OutputProcessor:
                 group.num_chunks += 1
                 if group.is_for_taker:
                     outputs.append(Progress(group.key, end, self.num_layers))
-        stepped: dict[Group, None] = {}  # in order
-        landed: dict[Group, None] = {}
+        stepped: dict[SequenceGroup, None] = {}  # in order
+        landed: dict[SequenceGroup, None] = {}
         for seq, samples in drawn:
             if seq.masks is not None and not self._keeps(seq, samples, outputs):
                 continue
@@ -94,7 +94,7 @@ class OutputProcessor:
 
         Returns whether the group still lives.
         """
-        masks = seq.take_masks()
+        masks = seq.pop_masks()
         if masks.num_good == 0:
             outputs += filter(None, [self._end(seq.group, Ending("constraint", f"constraint: {masks.problem}"))])
         elif seq.group.prefilled:
@@ -160,7 +160,7 @@ class OutputProcessor:
         else:
             outputs += filter(None, [self._end(group)])
 
-    def _end(self, group: Group, ending: Ending = BY_ITSELF) -> RequestEnded | None:
+    def _end(self, group: SequenceGroup, ending: Ending = BY_ITSELF) -> RequestEnded | None:
         return self.lifecycle.happen(group, GroupEvent.END, ending)
 
     def _first_token(self, trunk: Sequence, choice: int, sample: Sampled) -> FirstToken:

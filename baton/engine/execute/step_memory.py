@@ -22,6 +22,7 @@ def step_bytes(model: Model, config: EngineConfig, speculates: bool) -> int:
 
     That is the memory of the largest step, and what graphs keep for themselves.
     """
+    assert config.max_model_len is not None, "the config is resolved"
     num_tokens, layout = largest_chunk(config), model.kv_layout(config.kv_dtype, config.block_size)
     has_states = layout.state is not None
     pool = KVPool(layout, layout.num_blocks(num_tokens), device=model.device, num_states=int(has_states))
@@ -69,6 +70,9 @@ def _graph_bytes(model: Model, config: EngineConfig, pool: KVPool, inputs: StepI
     results.
     """
 
+    max_model_len = config.max_model_len
+    assert max_model_len is not None, "the config is resolved"
+
     def computed(run: Callable[[], Outputs]) -> tuple[Callable[[], None], Outputs]:
         """Compute and wait, as a capture does: the graph after the next uses the same buffer of inputs."""
         outputs = run()
@@ -78,7 +82,7 @@ def _graph_bytes(model: Model, config: EngineConfig, pool: KVPool, inputs: StepI
     def every_graph() -> None:
         StepGraphs(
             model, pool, inputs, ladder(config.max_num_seqs), fitting_widths(config, speculates),
-            fitting_chunks(model, config), config.max_model_len, computed,
+            fitting_chunks(model, config), max_model_len, computed,
         )  # fmt: skip
 
     return _peak_bytes(model.device, every_graph)

@@ -87,7 +87,7 @@ class ThreadCount:
     def begin(self, num_rows: int) -> None:
         """Set the threads for a call whose steps have `num_rows` rows each."""
         if self._cores is not None:
-            self._num_threads = self._cores.take(is_long=num_rows > SHORT_ROWS)
+            self._num_threads = self._cores.claim(is_long=num_rows > SHORT_ROWS)
         elif self._num_threads == 1:
             return
         is_chosen = num_rows <= MAX_ROWS and self._is_measured and self._num_threads > 1

@@ -179,7 +179,7 @@ class Ledger:
             self._counts[Holder.FREE] -= num
             self._counts[holder] += num
             if self.parts is not None:
-                self.parts.take(block_ids)
+                self.parts.note_allocated(block_ids)
             return block_ids
 
     def share(self, block_ids: Sequence[int], holder: Holder, num_partial: int = 0) -> bool:

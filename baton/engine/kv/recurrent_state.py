@@ -72,7 +72,7 @@ class RecurrentState:
         self.reserve += num
         return True
 
-    def take(self, states: Ledger | None, holder: Holder) -> bool:
+    def allocate(self, states: Ledger | None, holder: Holder) -> bool:
         """Allocate its own block, from its promise first. Returns False if none is available."""
         if states is None or self.block_id is not None:
             return True
@@ -97,7 +97,7 @@ class RecurrentState:
             states.move([self.block_id], Holder.FETCHING, holder)
             self.holder = holder
 
-    def take_fetching(self) -> list[int]:
+    def pop_fetching(self) -> list[int]:
         """Give up its own block if bytes may still land in it, and return it for the caller to release."""
         if self.block_id is None or self.holder is not Holder.FETCHING:
             return []
@@ -106,7 +106,7 @@ class RecurrentState:
 
     def enter(self, states: Ledger | None, holder: Holder, copy: CopyState) -> bool:
         """Take an own block and copy the checkpoint into it. Returns False if no block is available."""
-        if states is None or not self.take(states, holder):
+        if states is None or not self.allocate(states, holder):
             return states is None
         if self.checkpoint_id is not None:
             copy(self.checkpoint_id, self.own_id)
@@ -119,7 +119,7 @@ class RecurrentState:
         if states is None:
             return True
         other.reserve, self.reserve = min(1, self.reserve), self.reserve - min(1, self.reserve)
-        if not other.take(states, Holder.RUNNING):
+        if not other.allocate(states, Holder.RUNNING):
             return False
         copy(self.own_id, other.own_id)
         other.is_ready = True

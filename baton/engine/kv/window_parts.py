@@ -64,7 +64,7 @@ class WindowParts:
         """Return whether the parts of all these blocks are present."""
         return all(self._is_present[block_id] for block_id in block_ids)
 
-    def take(self, block_ids: Sequence[int]) -> None:
+    def note_allocated(self, block_ids: Sequence[int]) -> None:
         """Note the first holder of blocks from the end of the free list: their parts are present and used."""
         self.num_warm = max(0, self.num_warm - len(block_ids))
         for block_id in block_ids:

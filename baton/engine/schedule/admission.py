@@ -16,7 +16,7 @@ from baton.engine.kv.ledger import Holder, Ledger
 from baton.engine.schedule.group_actions import Ending
 from baton.engine.schedule.inbox import Park, Resume
 from baton.engine.schedule.lifecycle import GroupLifecycle
-from baton.engine.schedule.sequence import Group, Sequence
+from baton.engine.schedule.sequence import Sequence, SequenceGroup
 from baton.engine.schedule.states import GroupEvent
 from baton.engine.schedule.tenant_shares import Amounts, Shares
 from baton.protocol import KV_FULL, TOO_LONG
@@ -154,7 +154,7 @@ class Admission:
             missing = trunk.blocks.num_lacking(trunk.num_tokens, self.layout)
             needed = Amounts(missing, trunk.recurrent.num_to_have(self.ledger.states, 1))
             holder, may_take = Holder.FETCHING if fetches else Holder.LEASED, self.shares.has_blocks(request, needed)
-            may_take = may_take and trunk.recurrent.take(self.ledger.states, holder)
+            may_take = may_take and trunk.recurrent.allocate(self.ledger.states, holder)
             block_ids = self.ledger.allocate(missing, holder) if may_take else None
             if block_ids is None:
                 trunk.give_back(self.ledger)
@@ -191,7 +191,7 @@ class Admission:
             if not block_ids or not self.ledger.share(block_ids, Holder.LEASED):
                 return Acceptance((), 0)
             request = Request(key, (), 0, SamplingParams(), max_tokens=0)
-            group, num_tokens = Group(request, Holder.LEASED), len(block_ids) * self.layout.block_size
+            group, num_tokens = SequenceGroup(request, Holder.LEASED), len(block_ids) * self.layout.block_size
             group.trunk.blocks.ids = block_ids
             if not group.trunk.recurrent.pin(self.ledger, span_hashes, num_tokens, Holder.LEASED):
                 group.trunk.give_back(self.ledger)
@@ -230,24 +230,24 @@ class Admission:
 
     # ---- private ----
 
-    def _happen(self, key: Key, event: GroupEvent, payload: object = None) -> Group:
+    def _happen(self, key: Key, event: GroupEvent, payload: object = None) -> SequenceGroup:
         group = self.groups.get(key)
         if group is None:
             raise LookupError(f"{key} is not admitted here, or ended")
         self.lifecycle.happen(group, event, payload)
         return group
 
-    def _give_out(self, group: Group, event: GroupEvent, ending: Ending) -> None:
+    def _give_out(self, group: SequenceGroup, event: GroupEvent, ending: Ending) -> None:
         if (ended := self.lifecycle.happen(group, event, ending)) is not None:
             self.lifecycle.inbox.post(ended)
 
-    def _group(self, request: Request, holder: Holder) -> Group:
+    def _group(self, request: Request, holder: Holder) -> SequenceGroup:
         """Return a new group for the request, with its adapter.
 
         Raises Refusal (no_adapter, adapter_loading, adapter_slots), or ValueError if its constraint needs grammars that
         this engine does not have.
         """
-        group = Group(request, holder)
+        group = SequenceGroup(request, holder)
         if request.adapter:
             group.adapter = self.adapters.find(request.adapter, self._adapters_in_use)
         if request.constraint is not None and self.lifecycle.grammars is None:

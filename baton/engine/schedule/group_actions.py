@@ -10,7 +10,7 @@ from baton.engine.core.request import FirstToken, Refusal, RequestEnded
 from baton.engine.kv.ledger import Holder
 from baton.engine.schedule.groups import GroupContext
 from baton.engine.schedule.inbox import Enter, Start, Stop
-from baton.engine.schedule.sequence import Group
+from baton.engine.schedule.sequence import SequenceGroup
 from baton.protocol import KV_FULL
 
 
@@ -24,16 +24,16 @@ class Ending(NamedTuple):
 # ---- events that change nothing ----
 
 
-def ignore(context: GroupContext, group: Group, payload: object) -> None:
+def ignore(context: GroupContext, group: SequenceGroup, payload: object) -> None:
     """Do nothing: the event does not apply in this state, or came before."""
 
 
-def refuse_late(context: GroupContext, group: Group, payload: object) -> None:
+def refuse_late(context: GroupContext, group: SequenceGroup, payload: object) -> None:
     """Raise LookupError: the key is not admitted here, or has ended."""
     raise LookupError(f"{group.key} is not admitted here, or ended")
 
 
-def refuse_in_use(context: GroupContext, group: Group, payload: object) -> None:
+def refuse_in_use(context: GroupContext, group: SequenceGroup, payload: object) -> None:
     """Raise ValueError: the key is in use."""
     raise ValueError(f"{group.key} is in use")
 
@@ -41,7 +41,7 @@ def refuse_in_use(context: GroupContext, group: Group, payload: object) -> None:
 # ---- opening ----
 
 
-def register(context: GroupContext, group: Group, payload: object) -> None:
+def register(context: GroupContext, group: SequenceGroup, payload: object) -> None:
     """Register the group under its key, and have the grammar of its constraint compiled."""
     context.groups[group.key] = group
     context.groups.add_deadline(group)
@@ -49,13 +49,13 @@ def register(context: GroupContext, group: Group, payload: object) -> None:
         group.grammar = context.grammars.compile(group.request.constraint, group.tenant)
 
 
-def admit(context: GroupContext, group: Group, payload: object) -> None:
+def admit(context: GroupContext, group: SequenceGroup, payload: object) -> None:
     """Register a group that is admitted with a credit."""
     context.num_choices += group.request.sampling.n
     register(context, group, payload)
 
 
-def accept(context: GroupContext, group: Group, payload: object) -> None:
+def accept(context: GroupContext, group: SequenceGroup, payload: object) -> None:
     """Register a prefill for a taker, and post it to the loop."""
     register(context, group, payload)
     _wait(context, group)
@@ -64,7 +64,7 @@ def accept(context: GroupContext, group: Group, payload: object) -> None:
 # ---- fetching ----
 
 
-def begin_fetch(context: GroupContext, group: Group, payload: object) -> None:
+def begin_fetch(context: GroupContext, group: SequenceGroup, payload: object) -> None:
     """Allow bytes to land. Raises LookupError if the group has its recurrent state already, which the fetch would
     overwrite."""
     if group.trunk.recurrent.is_ready:
@@ -72,7 +72,7 @@ def begin_fetch(context: GroupContext, group: Group, payload: object) -> None:
     group.fetch_settled = False
 
 
-def skip(context: GroupContext, group: Group, num_tokens: int) -> None:
+def skip(context: GroupContext, group: SequenceGroup, num_tokens: int) -> None:
     """Begin the fetch of [0, num_tokens) after the blocks outside every window, in whole cache units.
 
     Does nothing after the first `set_aside`, or for a prompt that is fetched whole: one for a taker, one that may
@@ -87,7 +87,7 @@ def skip(context: GroupContext, group: Group, num_tokens: int) -> None:
         group.num_owned = num_skipped
 
 
-def set_aside(context: GroupContext, group: Group, upto_token: int) -> None:
+def set_aside(context: GroupContext, group: SequenceGroup, upto_token: int) -> None:
     """Allocate the missing blocks for tokens [0, upto_token), held as `fetching`.
 
     Raises Refusal (kv_full) if too few are available, ValueError beyond the prompt.
@@ -95,7 +95,7 @@ def set_aside(context: GroupContext, group: Group, upto_token: int) -> None:
     trunk = group.trunk
     if upto_token > trunk.num_tokens:
         raise ValueError(f"{group.key}: set_aside up to {upto_token} of {trunk.num_tokens} tokens")
-    if not trunk.recurrent.take(context.ledger.states, Holder.FETCHING):
+    if not trunk.recurrent.allocate(context.ledger.states, Holder.FETCHING):
         raise Refusal(KV_FULL)
     if (missing := trunk.blocks.num_lacking(upto_token, context.layout)) > 0:
         block_ids = context.ledger.allocate(missing, Holder.FETCHING, reserved=min(missing, trunk.blocks.reserve))
@@ -107,7 +107,7 @@ def set_aside(context: GroupContext, group: Group, upto_token: int) -> None:
         group.fetch_settled = False
 
 
-def verify(context: GroupContext, group: Group, upto_token: int) -> None:
+def verify(context: GroupContext, group: SequenceGroup, upto_token: int) -> None:
     """Confirm tokens [0, upto_token): their blocks pass to the group's holder, and whole units enter the prefix
     cache.
 
@@ -131,7 +131,7 @@ def verify(context: GroupContext, group: Group, upto_token: int) -> None:
             trunk.release_outside_window(context.ledger)
 
 
-def start(context: GroupContext, group: Group, first_tokens: tuple[FirstToken, ...]) -> None:
+def start(context: GroupContext, group: SequenceGroup, first_tokens: tuple[FirstToken, ...]) -> None:
     """Post a fetched prompt to the loop, to decode from its first tokens. ValueError before its last block is
     verified."""
     if group.trunk.num_computed < group.trunk.num_tokens:
@@ -141,7 +141,7 @@ def start(context: GroupContext, group: Group, first_tokens: tuple[FirstToken, .
     context.inbox.post(Start(group.key, group.arrival, tuple(first_tokens)))
 
 
-def compute_rest(context: GroupContext, group: Group, payload: object) -> None:
+def compute_rest(context: GroupContext, group: SequenceGroup, payload: object) -> None:
     """Post a prompt to the loop, to compute the tokens that were not fetched.
 
     Raises Refusal (kv_full) if too few blocks are available, ValueError if tokens were fetched whose outputs are
@@ -169,24 +169,24 @@ def compute_rest(context: GroupContext, group: Group, payload: object) -> None:
 # ---- in the loop ----
 
 
-def add_trunk(context: GroupContext, group: Group, payload: object) -> None:
+def add_trunk(context: GroupContext, group: SequenceGroup, payload: object) -> None:
     """Add the group's first sequence to the scheduler."""
     context.scheduler.add(group.trunk)
 
 
-def launch(context: GroupContext, group: Group, now: float) -> None:
+def launch(context: GroupContext, group: SequenceGroup, now: float) -> None:
     """Note that the group's first chunk is launched at `now` (time.monotonic())."""
     context.num_waiting_tokens -= group.num_waiting_tokens
     group.num_waiting_tokens = 0
     group.launched_at = now
 
 
-def hold(context: GroupContext, group: Group, payload: object) -> None:
+def hold(context: GroupContext, group: SequenceGroup, payload: object) -> None:
     """Take a complete held prefill out of the scheduler; only release_lease ends it from now on."""
     context.scheduler.remove(group.trunk)
 
 
-def park(context: GroupContext, group: Group, payload: object) -> None:
+def park(context: GroupContext, group: SequenceGroup, payload: object) -> None:
     """Take the group out of the scheduler and release its blocks; whole units of them stay in the cache."""
     for seq in group.live:
         context.scheduler.remove(seq)
@@ -194,7 +194,7 @@ def park(context: GroupContext, group: Group, payload: object) -> None:
     context.num_choices -= group.request.sampling.n
 
 
-def resume(context: GroupContext, group: Group, payload: object) -> None:
+def resume(context: GroupContext, group: SequenceGroup, payload: object) -> None:
     """Put the group back into the scheduler's queues, where it waits for blocks like a preempted one."""
     context.groups.add_deadline(group)
     context.num_choices += group.request.sampling.n
@@ -202,12 +202,12 @@ def resume(context: GroupContext, group: Group, payload: object) -> None:
         context.scheduler.add(seq)
 
 
-def refile_deadline(context: GroupContext, group: Group, payload: object) -> None:
+def refile_deadline(context: GroupContext, group: SequenceGroup, payload: object) -> None:
     """Add the deadline that a resume has changed: the group was to be parked, and was not yet."""
     context.groups.add_deadline(group)
 
 
-def post_stop(context: GroupContext, group: Group, payload: object) -> None:
+def post_stop(context: GroupContext, group: SequenceGroup, payload: object) -> None:
     """Have the loop end the group between steps."""
     context.inbox.post(Stop(group.key, group.arrival))
 
@@ -215,7 +215,7 @@ def post_stop(context: GroupContext, group: Group, payload: object) -> None:
 # ---- endings ----
 
 
-def end(context: GroupContext, group: Group, ending: Ending) -> RequestEnded:
+def end(context: GroupContext, group: SequenceGroup, ending: Ending) -> RequestEnded:
     """End a group: forget its key and release all that it holds. No key ends anywhere else."""
     del context.groups[group.key]
     if context.grammars is not None and group.grammar is not None:
@@ -227,7 +227,7 @@ def end(context: GroupContext, group: Group, ending: Ending) -> RequestEnded:
     return RequestEnded(group.key, ending.error, ending.message, group.report())
 
 
-def end_in_loop(context: GroupContext, group: Group, ending: Ending) -> RequestEnded:
+def end_in_loop(context: GroupContext, group: SequenceGroup, ending: Ending) -> RequestEnded:
     """End a group of the loop, between steps."""
     for seq in group.live:
         context.scheduler.remove(seq)
@@ -235,7 +235,7 @@ def end_in_loop(context: GroupContext, group: Group, ending: Ending) -> RequestE
     return end(context, group, ending)
 
 
-def end_fetching(context: GroupContext, group: Group, ending: Ending) -> RequestEnded:
+def end_fetching(context: GroupContext, group: SequenceGroup, ending: Ending) -> RequestEnded:
     """End a group whose prompt is being fetched."""
     _give_back_fetching(context, group)
     _drop_choices(context, group)
@@ -245,19 +245,19 @@ def end_fetching(context: GroupContext, group: Group, ending: Ending) -> Request
 # ---- parts of actions ----
 
 
-def _wait(context: GroupContext, group: Group) -> None:
+def _wait(context: GroupContext, group: SequenceGroup) -> None:
     """Post the group to the loop, to be computed."""
     group.num_waiting_tokens = group.trunk.remaining
     context.num_waiting_tokens += group.num_waiting_tokens
     context.inbox.post(Enter(group.key, group.arrival))
 
 
-def _drop_choices(context: GroupContext, group: Group) -> None:
+def _drop_choices(context: GroupContext, group: SequenceGroup) -> None:
     if not group.is_for_taker:
         context.num_choices -= group.request.sampling.n
 
 
-def _drop_unverified(context: GroupContext, group: Group) -> None:
+def _drop_unverified(context: GroupContext, group: SequenceGroup) -> None:
     """Release the unverified blocks of a fetch and promise as many again. Refusal (kv_full) if they were taken
     meanwhile."""
     trunk = group.trunk
@@ -289,7 +289,7 @@ def _drop_unverified(context: GroupContext, group: Group) -> None:
     trunk.blocks.reserve += num_missing
 
 
-def _lower_promise(context: GroupContext, group: Group, most: int) -> None:
+def _lower_promise(context: GroupContext, group: SequenceGroup, most: int) -> None:
     """Return promised blocks beyond `most` to the ledger: fetching, or computing with windows, may have needed
     more."""
     num_left = min(group.trunk.blocks.reserve, most)
@@ -297,7 +297,7 @@ def _lower_promise(context: GroupContext, group: Group, most: int) -> None:
     group.trunk.blocks.reserve = num_left
 
 
-def _give_back_fetching(context: GroupContext, group: Group) -> None:
+def _give_back_fetching(context: GroupContext, group: SequenceGroup) -> None:
     """Release the blocks of a fetch, or quarantine them while the fetch may still write into them."""
     trunk = group.trunk
     fetching, trunk.blocks.ids = trunk.blocks.ids[group.num_owned :], trunk.blocks.ids[: group.num_owned]
@@ -306,7 +306,7 @@ def _give_back_fetching(context: GroupContext, group: Group) -> None:
     elif fetching:
         context.ledger.move(fetching, Holder.FETCHING, Holder.QUARANTINED)
         context.quarantined.setdefault(group.key, []).extend(fetching)
-    if (states := context.ledger.states) is not None and (left := trunk.recurrent.take_fetching()):
+    if (states := context.ledger.states) is not None and (left := trunk.recurrent.pop_fetching()):
         if group.fetch_settled:
             states.release(left, Holder.FETCHING)
         else:

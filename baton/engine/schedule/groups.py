@@ -7,14 +7,14 @@ from baton.engine.kv.ledger import Holder, Ledger
 from baton.engine.sampling.grammars import Grammars
 from baton.engine.schedule.inbox import Inbox
 from baton.engine.schedule.scheduler import Scheduler
-from baton.engine.schedule.sequence import Group
+from baton.engine.schedule.sequence import SequenceGroup
 from baton.engine.schedule.states import GroupState
 from kvtransfer.layout import KVLayout
 
 _NUM_SPARE = 64  # the heap is filtered when it has twice as many deadlines as there are live groups and these
 
 
-class Groups(dict[Key, Group]):
+class Groups(dict[Key, SequenceGroup]):
     """The live groups by key, guarded by the ledger's lock.
 
     Code that looks a group up acts on it under the same lock. The loop need not for the groups that it has: only the
@@ -26,12 +26,12 @@ class Groups(dict[Key, Group]):
         self._deadlines: list[tuple[float, int, Key]] = []  # a heap; the arrival tells apart two groups with the same
         # key
 
-    def find(self, key: Key, arrival: int) -> Group | None:
+    def find(self, key: Key, arrival: int) -> SequenceGroup | None:
         """Return the group with this key and arrival, or None if it has ended."""
         group = self.get(key)
         return group if group is not None and group.arrival == arrival else None
 
-    def add_deadline(self, group: Group) -> None:
+    def add_deadline(self, group: SequenceGroup) -> None:
         """Add a group's deadline, after which `pop_expired` returns the group. An earlier deadline of the group stays
         in the heap."""
         if group.deadline == float("inf"):
@@ -50,7 +50,7 @@ class Groups(dict[Key, Group]):
         """Return whether any deadline has passed. It may be a stale one."""
         return bool(self._deadlines) and self._deadlines[0][0] <= now
 
-    def pop_expired(self, now: float) -> Group | None:
+    def pop_expired(self, now: float) -> SequenceGroup | None:
         """Return a group whose deadline has passed, or None. Each group is returned once."""
         while self.is_due(now):
             _, arrival, key = heapq.heappop(self._deadlines)

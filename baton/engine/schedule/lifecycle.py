@@ -11,21 +11,21 @@ from baton.engine.core.request import Key, RequestEnded
 from baton.engine.kv.ledger import Holder
 from baton.engine.schedule import group_actions
 from baton.engine.schedule.groups import GroupContext
-from baton.engine.schedule.sequence import Group
+from baton.engine.schedule.sequence import SequenceGroup
 from baton.engine.schedule.states import GroupEvent, GroupState
 
 
 class GroupTransition(NamedTuple):
     """What an event does in a state: run `action`, then enter `state`."""
 
-    action: Callable[[GroupContext, Group, Any], RequestEnded | None]
+    action: Callable[[GroupContext, SequenceGroup, Any], RequestEnded | None]
     state: GroupState
 
 
 class GroupLifecycle(GroupContext):
     """Keeps every live group of one engine and applies its events. Thread-safe: methods take the ledger's lock."""
 
-    def happen(self, group: Group, event: GroupEvent, payload: Any = None) -> RequestEnded | None:
+    def happen(self, group: SequenceGroup, event: GroupEvent, payload: Any = None) -> RequestEnded | None:
         """Apply an event to a group. Returns the group's end if the event ended it; the caller passes that on.
 
         `payload` is the event's payload, see the actions. If the action raises (LookupError for an event that comes too

@@ -133,7 +133,7 @@ class Scheduler:
                 continue
             if left == 0 and (seq.is_full or not seq.group.prefilled):
                 continue  # the token being drawn ends it, or is the first one, which must be read before decoding
-            if begin >= len(seq.blocks.ids) * self.layout.block_size and not self._take(seq, 1):
+            if begin >= len(seq.blocks.ids) * self.layout.block_size and not self._allocate(seq, 1):
                 return False
             batch.append(Slice(seq, begin, begin + 1))
         return True
@@ -227,7 +227,7 @@ class Scheduler:
         begin = self._eligible.first_uncomputed(seq)
         end = min(seq.num_tokens, begin + budget)
         missing = seq.blocks.num_lacking(end, self.layout)  # for models with a window, blocks are taken chunk by chunk
-        if missing > 0 and not self._take(seq, missing):
+        if missing > 0 and not self._allocate(seq, missing):
             end = min(end, len(seq.blocks.ids) * self.layout.block_size)
         if self.ledger.states is not None:
             end = min(end, seq.next_checkpoint(begin, self.ledger.cache.unit_tokens, self.config.checkpoint_step))
@@ -237,8 +237,8 @@ class Scheduler:
 
     # ---- blocks ----
 
-    def _take(self, seq: Sequence, num: int) -> bool:
-        return seq.blocks.take(num, self.ledger, seq.group.holder)
+    def _allocate(self, seq: Sequence, num: int) -> bool:
+        return seq.blocks.allocate(num, self.ledger, seq.group.holder)
 
     def _lacks_any(self, seq: Sequence) -> bool:
         return any(num > 0 for num in self.shares.lacked(seq))
@@ -246,7 +246,7 @@ class Scheduler:
     def _grow(self, seq: Sequence, num_tokens: int) -> bool:
         """Allocate the blocks for `num_tokens` tokens, preempting the last in order as needed. False if `seq` itself
         was preempted."""
-        while (missing := seq.blocks.num_lacking(num_tokens, self.layout)) > 0 and not self._take(seq, missing):
+        while (missing := seq.blocks.num_lacking(num_tokens, self.layout)) > 0 and not self._allocate(seq, missing):
             victim = self._last(self.waiting, seq) or self._last(self.running, seq) or seq
             self.preempt(victim)
             if victim is seq:
@@ -261,7 +261,7 @@ class Scheduler:
         if missing > 0:
             unpromised = missing - seq.blocks.reserve
             spare = self.ledger.num_available - len(self.running)
-            if (unpromised > 0 and unpromised > spare) or not self._take(seq, missing):
+            if (unpromised > 0 and unpromised > spare) or not self._allocate(seq, missing):
                 return min(num_tokens, len(seq.blocks.ids) * self.layout.block_size - seq.num_tokens)
         return num_tokens
 
@@ -279,7 +279,7 @@ class Scheduler:
             if victim is None:
                 return False
             self.preempt(victim)
-        return self._take(seq, missing) and self._enter_state(seq)
+        return self._allocate(seq, missing) and self._enter_state(seq)
 
     def _enter_state(self, seq: Sequence) -> bool:
         """Take the sequence's state block, preempting later waiting sequences as needed. False if there is none."""

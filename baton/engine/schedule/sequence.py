@@ -48,7 +48,7 @@ class Sequence:
         "draft_ids", "masks", "waits_at_queueing", "_cursor",
     )  # fmt: skip
 
-    def __init__(self, group: "Group", choice: int, token_ids: list[int], hashes: list[bytes]):
+    def __init__(self, group: "SequenceGroup", choice: int, token_ids: list[int], hashes: list[bytes]):
         self.group = group
         self.choice = choice
         self.token_ids = token_ids
@@ -239,7 +239,7 @@ class Sequence:
             vocabulary, stops = self.group.compiled().vocabulary, request.stop_token_ids
             self.masks = step_masks(vocabulary, self.cursor, self.draft_ids, stops, num_until_stop)
 
-    def take_masks(self) -> StepMasks | None:
+    def pop_masks(self) -> StepMasks | None:
         """Return the masks of `find_masks`, and forget them."""
         masks, self.masks = self.masks, None
         return masks
@@ -254,7 +254,7 @@ class Sequence:
         return self.num_output + 1 >= self.group.request.max_tokens
 
 
-class Group:
+class SequenceGroup:
     """All choices of one request. They share the prompt's blocks and end together.
 
     The ledger's lock guards `state` and, until the loop has the group, its trunk. In WAITING and RUNNING the sequences

@@ -45,7 +45,7 @@ class SequenceBlocks:
         """Return how many more blocks the first `num_tokens` tokens need; negative if there are more than enough."""
         return layout.num_blocks(num_tokens) - len(self.ids)
 
-    def take(self, num: int, ledger: Ledger, holder: Holder) -> bool:
+    def allocate(self, num: int, ledger: Ledger, holder: Holder) -> bool:
         """Allocate `num` more blocks, from the promise first. Returns False if too few are available."""
         reserved = min(num, self.reserve)
         block_ids = ledger.allocate(num, holder, reserved)

@@ -7,7 +7,7 @@ from itertools import count
 from typing import NamedTuple
 
 from baton.engine.sampling.sampler import Sampled
-from baton.engine.schedule.sequence import Group, Sequence
+from baton.engine.schedule.sequence import Sequence, SequenceGroup
 from kvtransfer.naming import SPAN_TOKENS
 
 MIN_SEQS = 8  # in a turn: a step of 4 sequences takes about as long as one of 8, since most of its time reads weights
@@ -38,8 +38,8 @@ class StepEligibility:
     ):  # fmt: skip
         """Take the running sequences and the slices of each step in flight."""
         self._ends = {seq: end for slices in in_flight for seq, _, end in slices}
-        self._decoding: set[Group] | None = None  # None: all
-        self._busy = set[Group]()
+        self._decoding: set[SequenceGroup] | None = None  # None: all
+        self._busy = set[SequenceGroup]()
         if num_stages > 1:
             # The next chunk of a prompt may follow one in flight, unless a state is kept as that chunk leaves it.
             self._busy = {seq.group for seq in self._ends if seq.group.prefilled or has_states}
@@ -64,17 +64,17 @@ class StepEligibility:
 
         It may not while a step in flight computes its next span for another sequence: the span will be in the cache.
         """
-        place = seq.num_computed // SPAN_TOKENS
-        name = seq.hashes[place : place + 1]
+        span = seq.num_computed // SPAN_TOKENS
+        name = seq.hashes[span : span + 1]
         is_coming = bool(name) and any(
-            other.num_computed <= seq.num_computed < end and other.hashes[place : place + 1] == name
+            other.num_computed <= seq.num_computed < end and other.hashes[span : span + 1] == name
             for other, end in self._ends.items()
         )
         return not is_coming and seq.group not in self._busy
 
-    def _choose(self, counts: Counter[Group], num_turns: int) -> set[Group]:
+    def _choose(self, counts: Counter[SequenceGroup], num_turns: int) -> set[SequenceGroup]:
         """Choose the decoding groups of this turn: those that waited longest, until they are one turn's share."""
-        chosen, num_seqs, this_round = set[Group](), 0, next(_rounds)
+        chosen, num_seqs, this_round = set[SequenceGroup](), 0, next(_rounds)
         for group in sorted(counts, key=lambda group: group.last_chosen):
             if num_seqs * num_turns < counts.total() and group not in self._busy:
                 chosen.add(group)

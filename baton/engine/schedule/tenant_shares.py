@@ -15,7 +15,7 @@ from baton.engine.core.config import EngineConfig
 from baton.engine.core.request import Key, Request
 from baton.engine.kv.ledger import Ledger
 from baton.engine.kv.window import Window
-from baton.engine.schedule.sequence import Group, Sequence
+from baton.engine.schedule.sequence import Sequence, SequenceGroup
 from baton.engine.schedule.states import GroupState
 from baton.fairness import has_room
 from kvtransfer.layout import KVLayout
@@ -97,7 +97,7 @@ def first_below(part: int, running: Iterable[Sequence], waiting: Iterable[Sequen
 class Shares:
     """What tenants hold, wait for and are owed. Guarded by the ledger's lock."""
 
-    def __init__(self, config: EngineConfig, layout: KVLayout, ledger: Ledger, groups: Mapping[Key, Group]):
+    def __init__(self, config: EngineConfig, layout: KVLayout, ledger: Ledger, groups: Mapping[Key, SequenceGroup]):
         self._groups = groups
         self._layout, self._ledger = layout, ledger
         self._spare = min(layout.num_blocks(config.max_model_len), ledger.num_blocks // _SPARE_SHARE)

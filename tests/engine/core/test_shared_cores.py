@@ -10,14 +10,14 @@ import pytest
 
 from baton import system
 from baton.engine.core import shared_cores
-from baton.engine.core.shared_cores import NUM_PLACES, SharedCores
+from baton.engine.core.shared_cores import NUM_SLOTS, SharedCores
 from tests.support.process import ROOT
 
 DIES = """
 import os, sys
 from pathlib import Path
 from baton.engine.core.shared_cores import SharedCores
-print(SharedCores(Path(sys.argv[1])).take(is_long=True), flush=True)
+print(SharedCores(Path(sys.argv[1])).claim(is_long=True), flush=True)
 sys.stdin.read()
 os.kill(os.getpid(), 9)
 """
@@ -71,7 +71,7 @@ def test_no_step_is_computed_by_more_than_the_idle_leave(tmp_path, sixteen):
             continue
         busy = sum(computing.values())
         is_long = draw.random() < 0.5
-        taken = computing[worker] = worker.take(is_long)
+        taken = computing[worker] = worker.claim(is_long)
         assert taken == (max(4, 16 - busy) if is_long else 4)
     for each in workers:
         each.close()
@@ -88,10 +88,10 @@ def test_the_place_of_one_that_died_is_free(tmp_path, sixteen, monkeypatch):
     with subprocess.Popen(argv, cwd=ROOT, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
         assert other.stdout.readline() == "16\n"
         own = SharedCores(tmp_path)
-        assert own.share == own.take(is_long=True) == 8, "it computes with all, and lives"
+        assert own.share == own.claim(is_long=True) == 8, "it computes with all, and lives"
         other.stdin.close()
         other.wait()
-    assert own.take(is_long=False) == 16
+    assert own.claim(is_long=False) == 16
     own.close()
 
 
@@ -114,12 +114,12 @@ def test_those_of_one_quota_divide_it_and_leave_the_host_to_others(tmp_path, six
     assert [workers[name].num_cores for name in ("a1", "b", "free", "as many")] == [6, 4, 16, 16]
     workers.pop("as many").close()
     assert {name: each.share for name, each in workers.items()} == {"a1": 3, "a2": 3, "b": 4, "free": 4}
-    assert workers["a1"].take(is_long=True) == 6, "which no other of its container uses"
-    assert workers["a2"].take(is_long=True) == 3, "its part, though others of the host are idle"
-    assert workers["b"].take(is_long=True) == 4
-    assert workers["free"].take(is_long=True) == 4, "the others compute with 13"
+    assert workers["a1"].claim(is_long=True) == 6, "which no other of its container uses"
+    assert workers["a2"].claim(is_long=True) == 3, "its part, though others of the host are idle"
+    assert workers["b"].claim(is_long=True) == 4
+    assert workers["free"].claim(is_long=True) == 4, "the others compute with 13"
     workers["a1"].rest()
-    assert workers["free"].take(is_long=True) == 9
+    assert workers["free"].claim(is_long=True) == 9
     for each in workers.values():
         each.close()
 
@@ -127,8 +127,8 @@ def test_those_of_one_quota_divide_it_and_leave_the_host_to_others(tmp_path, six
 def test_a_folder_that_cannot_be_used_is_named(tmp_path):
     with pytest.raises(OSError, match="nowhere"):
         SharedCores(tmp_path / "nowhere")
-    held = [SharedCores(tmp_path) for _ in range(NUM_PLACES)]
-    with pytest.raises(OSError, match=f"all {NUM_PLACES} places are taken"):
+    held = [SharedCores(tmp_path) for _ in range(NUM_SLOTS)]
+    with pytest.raises(OSError, match=f"all {NUM_SLOTS} places are taken"):
         SharedCores(tmp_path)
     held.pop().close()
     SharedCores(tmp_path).close()

@@ -104,13 +104,13 @@ def test_a_prompt_takes_the_cores_of_those_that_are_idle(monkeypatch, tmp_path):
     own, *others = (SharedCores(tmp_path) for _ in range(4))
     machine.count.share(own)
     assert machine.call(MAX_ROWS + 1) == 8 and machine.call(1) in (1, 2)
-    others[0].take(is_long=False)
+    others[0].claim(is_long=False)
     assert machine.call(MAX_ROWS + 1) == 6
     for each in others:
-        each.take(is_long=True)
+        each.claim(is_long=True)
     assert machine.call(MAX_ROWS + 1) == 2
     machine.count.rest()
-    assert others[0].take(is_long=True) == 4
+    assert others[0].claim(is_long=True) == 4
     for each in (own, *others):
         each.close()
 

@@ -22,7 +22,7 @@ def test_a_hit_is_the_longest_prefix_with_a_checkpoint():
     ledger, seq = Ledger(8, 64, num_states=4), RecurrentState()
     cached_spans(ledger, 5)
     assert ledger.find(NAMES, 400) == []
-    assert seq.take(ledger.states, Holder.RUNNING)
+    assert seq.allocate(ledger.states, Holder.RUNNING)
     for name in (NAMES[1], NAMES[3], NAMES[3]):
         seq.keep(ledger.states, name, no_copy)
     assert len(ledger.find(NAMES, 400)) == 4 and len(ledger.find(NAMES, 256)) == 2 and ledger.find(NAMES, 128) == []
@@ -35,7 +35,7 @@ def test_a_hit_is_the_longest_prefix_with_a_checkpoint():
 def test_checkpoints_give_way_to_sequences_but_not_those_that_are_pinned():
     ledger, seq = Ledger(8, 64, num_states=3), RecurrentState()
     cached_spans(ledger, 5)
-    assert seq.take(ledger.states, Holder.RUNNING)
+    assert seq.allocate(ledger.states, Holder.RUNNING)
     seq.keep(ledger.states, NAMES[0], no_copy)
     seq.keep(ledger.states, NAMES[1], no_copy)
     seq.keep(ledger.states, NAMES[2], no_copy)  # the oldest one goes
@@ -43,7 +43,7 @@ def test_checkpoints_give_way_to_sequences_but_not_those_that_are_pinned():
     other = RecurrentState()
     assert other.pin(ledger, NAMES, 192, Holder.RUNNING)
     assert other.promise(ledger.states, 1) and not other.promise(ledger.states, 1)
-    assert not RecurrentState().take(ledger.states, Holder.RUNNING), "what is left is promised"
+    assert not RecurrentState().allocate(ledger.states, Holder.RUNNING), "what is left is promised"
     copied: list[tuple[int, int]] = []
     pinned = other.checkpoint_id
     assert other.enter(ledger.states, Holder.RUNNING, lambda *blocks: copied.append(blocks)) and other.is_ready

@@ -15,7 +15,7 @@ from baton.engine.schedule.groups import Groups
 from baton.engine.schedule.inbox import Enter, Inbox, Start
 from baton.engine.schedule.lifecycle import TABLE, GroupLifecycle
 from baton.engine.schedule.scheduler import Scheduler
-from baton.engine.schedule.sequence import Copies, Group
+from baton.engine.schedule.sequence import Copies, SequenceGroup
 from baton.engine.schedule.states import GroupEvent, GroupState
 from baton.engine.schedule.tenant_shares import Shares
 from kvtransfer.layout import KVGroup, KVLayout
@@ -56,7 +56,7 @@ class GroupHarness:
         self.lifecycle = GroupLifecycle(layout, self.ledger, self.inbox, groups, self.scheduler, None)
         self.admission = Admission(config, layout, self.lifecycle, shares, Adapters(None))
         self.request = make_request(KEY.request_id, list(range(1, NUM_TOKENS + 1)), 20)
-        self.group: Group | None = None
+        self.group: SequenceGroup | None = None
         self.ends: list[RequestEnded] = []
 
     def open(self, event: GroupEvent) -> None:
@@ -84,7 +84,7 @@ class GroupHarness:
         """Of an event, with what it brings."""
         if event in OPENING and self.group is None:
             return self.open(event)
-        group = self.group or Group(self.request, Holder.RUNNING)
+        group = self.group or SequenceGroup(self.request, Holder.RUNNING)
         if event is E.JOIN and group.state is S.WAITING and group.prefilled:
             self.scheduler.fork(group.trunk, list(FIRST))
         if event is E.LAUNCH and group.state is S.WAITING and group.trunk in self.scheduler.waiting:

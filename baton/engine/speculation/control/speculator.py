@@ -20,7 +20,7 @@ from torch import Tensor
 
 from baton.engine.schedule.counters import DraftCounts
 from baton.engine.schedule.scheduler import Scheduler
-from baton.engine.schedule.sequence import Group, Sequence
+from baton.engine.schedule.sequence import Sequence, SequenceGroup
 from baton.engine.schedule.steps import Drawn, Slice
 from baton.engine.speculation.control.controller import Controller, limit_of
 from baton.engine.speculation.control.tracks import Tracks
@@ -83,7 +83,7 @@ class Speculator:
         self._decoding = DecodingSequences([], {}, False, False)
         self._step = DraftedStep()
         self._advance_s = 0.0  # behind the step before
-        self._unpriced: list[tuple[Group, float, float]] = []  # until a plain step has been measured
+        self._unpriced: list[tuple[SequenceGroup, float, float]] = []  # until a plain step has been measured
 
     @property
     def num_bytes(self) -> int:
@@ -313,12 +313,12 @@ class Speculator:
         names = set(self._step.proposer_of.values())
         return names.pop() if len(names) == 1 else next(name for name in reversed(self.proposers) if name in names)
 
-    def _made(self, drawn: list[Drawn], spent_s: float) -> list[tuple[Group, float, float]]:
+    def _made(self, drawn: list[Drawn], spent_s: float) -> list[tuple[SequenceGroup, float, float]]:
         """For each request its tokens, which plain steps would have made one by one, and what they took."""
         if len(drawn) == 1:
             ((seq, samples),) = drawn
             return [(seq.group, len(samples), spent_s)]
-        made: dict[Group, list[int]] = {}
+        made: dict[SequenceGroup, list[int]] = {}
         for seq, samples in drawn:
             made.setdefault(seq.group, []).append(len(samples))
         return [(group, sum(counts) / len(counts), spent_s) for group, counts in made.items()]
