@@ -63,4 +63,6 @@ def referred_to(root: Any, reference: str) -> Any:
             found = found[int(name)]
         else:
             found = found.get(name) if isinstance(found, dict) else None
+        if found is None:  # a reference may have very many steps
+            break
     return found

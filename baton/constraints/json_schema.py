@@ -1,6 +1,7 @@
 """The keywords of JSON Schema. One that nobody knows is refused: ignored, a slip of the pen would be no bound. What the
 library would not keep to as it stands is refused too, or written otherwise."""
 
+import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +15,7 @@ from baton.constraints.json_names import (
 )
 from baton.constraints.json_numbers import check_numbers
 from baton.constraints.json_patterns import rewrite_pattern, with_valid_dates
-from baton.constraints.json_references import check_references
+from baton.constraints.json_references import check_references, referred_to
 
 if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
@@ -128,6 +129,34 @@ def with_inner(keyword: str, value: Any, change: Callable[[Any], Any]) -> Any:
     if kind in (_LIST, _SCHEMA) and isinstance(value, list):
         return [change(each) for each in value]
     return change(value) if kind == _SCHEMA else value
+
+
+def part_alone(part: Any, root: Mapping[str, Any], count: Callable[[int], None]) -> dict[str, Any]:
+    """Return a schema within the root as one of its own, with what its references lead to. `count` takes the number of
+    characters of each part, and refuses too many: one that stands in another is written twice."""
+    definitions, places, waiting = dict[str, Any](), dict[int, str](), list[Any]()
+
+    def placed(schema: Any) -> Any:
+        if not isinstance(schema, dict):
+            return schema
+        # A base of its own would lead references elsewhere.
+        kept = {keyword: value for keyword, value in schema.items() if keyword not in ("$defs", "definitions", "$id")}
+        kept = {keyword: with_inner(keyword, value, placed) for keyword, value in kept.items()}
+        reference = schema.get("$ref")
+        if isinstance(reference, str) and (target := referred_to(root, reference)) is not None:
+            if id(target) not in places:
+                places[id(target)] = str(len(places))
+                waiting.append(target)
+            kept["$ref"] = f"#/$defs/{places[id(target)]}"
+        return kept
+
+    alone = placed(part) if isinstance(part, dict) else {}
+    count(len(json.dumps(alone)))
+    while waiting:
+        target = waiting.pop()
+        definitions[places[id(target)]] = found = placed(target)
+        count(len(json.dumps(found)))
+    return {**alone, "$defs": definitions} if definitions else alone
 
 
 def rewrite_schema(schema: Mapping[str, Any], is_strict: bool = True) -> dict[str, Any]:

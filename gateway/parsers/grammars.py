@@ -7,9 +7,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from baton.constraints.constraint import MAX_BYTES
-from baton.constraints.json_schema import KEYWORDS, SAYS_NOTHING, rewrite_schema
+from baton.constraints.json_patterns import rewrite_classes
+from baton.constraints.json_references import referred_to
+from baton.constraints.json_schema import KEYWORDS, SAYS_NOTHING, part_alone, rewrite_schema
 from baton.service.errors import InvalidRequest
-from gateway.parsers.schema_types import listed, referred, types_of
+from gateway.parsers.schema_types import listed, types_of
 from gateway.parsers.text_schemas import TextSchemas, quoted, regex
 
 _ANY_TEXT = "/(?s:.*)/"
@@ -74,14 +76,16 @@ class GrammarWriter:
         return self.terminal("ANY", _ANY_TEXT)
 
     def json(self, schema: Mapping[str, Any], is_strict: bool = True) -> str:
-        """Return an expression for a value of JSON. `is_strict` False: what the library has no grammar for is left
-        out."""
-        self._counted(json.dumps(schema))  # before it is walked, which takes longer
+        """Return an expression for a value of JSON, of a schema that is counted. `is_strict` False: what the library
+        has no grammar for is left out."""
         return f"%json {json.dumps(rewrite_schema(schema, is_strict))}"
 
     def arguments(self, tool: ArgumentsSchema | None) -> str:
         """Return an expression for arguments in JSON; None: any object."""
-        return self.json({"type": "object"}) if tool is None else self.json(*tool)
+        if tool is None:
+            return self.json({"type": "object"})
+        self.count(len(json.dumps(tool.schema)))  # before it is walked, which takes longer
+        return self.json(*tool)
 
     def grammar(self, start: str) -> str:
         """Return the grammar."""
@@ -240,8 +244,8 @@ def _arguments_schema(root: Mapping[str, Any], is_strict: bool) -> Mapping[str, 
     """Return the schema that says what arguments there are: the root, or the one that it is a reference to. Raises
     ValueError for one that says it otherwise."""
     schema = root
-    if "$ref" in root and "properties" not in root:
-        schema = referred(root["$ref"], root)
+    if isinstance(reference := root.get("$ref"), str) and "properties" not in root:
+        schema = referred_to(root, reference)
         root = {key: value for key, value in root.items() if key != "$ref"}
     for keyword in (*root, *(schema if isinstance(schema, dict) else ("$ref",))):
         is_word = is_strict or keyword in KEYWORDS
@@ -277,8 +281,7 @@ def _any_qwen_arguments(writer: GrammarWriter) -> str:
 
 def json_value(writer: GrammarWriter, schema: Any, tool: ArgumentsSchema) -> str:
     """Return an expression for one argument of a tool in JSON."""
-    shared = {key: tool.schema[key] for key in ("$defs", "definitions") if key in tool.schema}
-    return writer.json({**(schema if isinstance(schema, dict) else {}), **shared}, tool.is_strict)
+    return writer.json(part_alone(schema, tool.schema, writer.count), tool.is_strict)
 
 
 _QWEN = ArgumentsForm(_qwen_argument, _any_qwen_arguments)
@@ -355,9 +358,10 @@ def harmony_calls(writer: GrammarWriter, tools: Tools, is_parallel: bool) -> str
 def constrained(writer: GrammarWriter, kind: str, text: str) -> str:
     """Return an expression for an answer that keeps to a constraint, of any kind but a grammar."""
     if kind == "regex":
-        return regex(text)
+        return regex(rewrite_classes(text))
     if kind == "choice":
         return writer.terminal("CHOICE", " | ".join(map(quoted, json.loads(text))))  # one lexeme, as without calls
+    writer.count(len(text))
     schema = json.loads(text) if kind == "json_schema" else {"type": "object"}
     return writer.json(schema if isinstance(schema, dict) else {})
 

@@ -3,12 +3,13 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from baton.constraints.json_references import referred_to
+
 _NAMES = {str: "string", bool: "boolean", int: "integer", float: "number", list: "array", dict: "object"}
 _IMPLIED = {"properties": "object", "additionalProperties": "object", "items": "array", "prefixItems": "array"}
 # What is looked at, which bounds the work: references may be a circle, and many arguments may share one definition.
 _MAX_SCHEMAS = 32
 _MAX_VALUES = 256  # of an enum
-_MAX_STEPS = 16  # of a reference
 
 
 def types_of(schema: Any, root: Mapping[str, Any]) -> set[str]:
@@ -34,7 +35,7 @@ def _parts(schema: Any, root: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
             yield each
             for keyword in ("anyOf", "oneOf", "allOf"):
                 waiting += listed(each.get(keyword))[-_MAX_SCHEMAS:]
-            waiting.append(referred(each.get("$ref"), root))
+            waiting.append(referred_to(root, str(each.get("$ref"))))
 
 
 def _named(schema: Mapping[str, Any]) -> set[str]:
@@ -56,13 +57,3 @@ def named_types(schema: Mapping[str, Any]) -> set[str]:
 def listed(value: Any) -> list[Any]:
     """Return the value of a keyword that is a list; an empty one where it is none."""
     return value if isinstance(value, list) else []
-
-
-def referred(reference: Any, root: Mapping[str, Any]) -> Any:
-    """Return what a reference within the root names; None where it names nothing there."""
-    if not isinstance(reference, str) or not reference.startswith("#/"):
-        return None
-    found: Any = root
-    for name in reference[2:].split("/", _MAX_STEPS):
-        found = found.get(name) if isinstance(found, dict) else None
-    return found

@@ -7,13 +7,17 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from baton.constraints.json_patterns import rewrite_pattern
-from gateway.parsers.schema_types import listed, named_types, referred
+from baton.constraints.json_references import referred_to
+from gateway.parsers.schema_types import listed, named_types
 
 ANY = ""
 _MAX_DEPTH = 16  # of references and alternatives, which may be a circle
 _LOOK = 16  # a schema that is looked at counts as so many characters: that bounds the work too
 _UNKEPT = ("not", "if", "$dynamicRef", "$recursiveRef")
 _BRACKETS = {ord(bracket): f"\\u{ord(bracket):04x}" for bracket in "([{}])"}
+# Digits and letters of a word are ASCII in ECMA-262, as in the library's own JSON.
+_OF_ECMA = {r"\d": "[0-9]", r"\D": "[^0-9]", r"\w": "[0-9A-Za-z_]", r"\W": "[^0-9A-Za-z_]"}
+_ESCAPES = re.compile(r"\\.", re.DOTALL)
 # As Lark has a regex: on one line, between slashes.
 _IN_REGEX = re.compile(r"\\(.)|/|\n", re.DOTALL)
 
@@ -62,8 +66,9 @@ class TextSchemas:
             if keyword in schema:
                 parts.append(_any(self.expression(each, depth + 1) for each in listed(schema[keyword])))
         if "$ref" in schema:
-            if (target := referred(schema["$ref"], self._root)) is None:
-                raise ValueError(f"has a $ref that names nothing here: {str(schema['$ref'])[:80]}")
+            reference = str(schema["$ref"])
+            if (target := referred_to(self._root, reference)) is None:
+                raise ValueError(f"has a $ref that names nothing here: {reference[:80]}")
             parts.append(self.expression(target, depth + 1))
         found = _all(parts)
         self._count(len(found or ANY))
@@ -91,7 +96,7 @@ def _bounds(schema: Mapping[str, Any]) -> Iterator[str]:
     if "pattern" in schema:
         if not isinstance(pattern := schema["pattern"], str):
             raise ValueError("has a pattern that is no text")
-        pattern = rewrite_pattern(pattern)
+        pattern = _ESCAPES.sub(lambda found: _OF_ECMA.get(found[0], found[0]), rewrite_pattern(pattern))
         # It may match anywhere. Anchors elsewhere are refused by the library.
         begin = "" if pattern.startswith("^") else "(?s:.*)"
         end = "" if re.search(r"(?<!\\)(?:\\\\)*\$\Z", pattern) else "(?s:.*)"

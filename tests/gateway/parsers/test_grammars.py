@@ -314,6 +314,7 @@ def is_accepted(model: Model, grammar, text: str) -> bool:
     ("constraint", "texts", "others"),
     [
         (("regex", r"a/b[c/d]\/\nx"), ["a/b//\nx", "a/bc/\nx"], ["a/bc/x"]),
+        (("regex", "[^[a&&b]{2}[[x]"), ["cdx", "cd["], ["c&x", "adx", "cd]"]),
         (("choice", '["yes", "no\\"/"]'), ["yes", 'no"/'], ["no"]),
         (("json_object", ""), ['{"a": 1}'], ["[1]"]),
         (("json_schema", r'{"type": "string", "pattern": "^[^\"]+$"}'), [r'"a\\\n"'], [r'"a\""']),
@@ -350,6 +351,8 @@ CHOSEN = {"C": {"enum": ["a", "b"], "type": "string"}, "N": {"type": "integer"}}
 TEXTS = [  # a schema, and texts that keep to it, and others
     (STRING | {"pattern": "^[0-9]{2}$"}, ["12"], ["1", "123", "x"]),
     (STRING | {"pattern": r"^[^[\]]+$"}, ["ab"], ["a[", "]"]),
+    (STRING | {"pattern": r"^\d[\d_]\w$"}, ["12a", "1_Z"], ["१2a", "1१a", "12é"]),
+    (STRING | {"pattern": r"^\D[^\w]\W$"}, ["a--"], ["1--", "a_-", "a-_"]),
     (STRING | {"pattern": "b|c\\$"}, ["abc", "c$"], ["a", ""]),
     (STRING | {"pattern": r"^a\\$"}, ["a\\"], ["a", "a\\b", "a$"]),
     (STRING | {"pattern": r"^a\\\$"}, ["a\\$", "a\\$b"], ["a\\"]),
@@ -444,6 +447,55 @@ def test_a_name_that_no_tag_has(key):
     assert is_accepted(model, grammar, DSML_CALL.replace("stop", "find"))
 
 
+REFERRING = {
+    "type": "object",
+    "properties": {
+        "n": {"type": "integer"},
+        "x": {"anyOf": [{"$ref": "#"}, {"type": "null"}]},
+        "y": {"type": "array", "items": {"$ref": "#/properties/n"}},
+        "z": {"$ref": "#/definitions/Record%3Cstring,a~1b%3E"},
+    },
+    "additionalProperties": False,
+    "definitions": {"Record<string,a/b>": {"type": "array", "items": {"$ref": "#"}, "maxItems": 1}},
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "call"),
+    [
+        ("qwen-xml", "<tool_call>\n<function=find>\n<parameter={}>\n{}\n</parameter>\n</function>\n</tool_call>"),
+        (
+            "deepseek-dsml",
+            DSML_CALL.replace("stop", "find").replace(
+                "</｜DSML｜invoke>",
+                '<｜DSML｜parameter name="{}" string="false">{}</｜DSML｜parameter>\n</｜DSML｜invoke>',
+            ),
+        ),
+        ("pythonic", "[find({}={})]"),
+        ("hermes", '<tool_call>\n{{"name": "find", "arguments": {{"{}": {}}}}}\n</tool_call>'),
+    ],
+)
+@pytest.mark.parametrize(
+    ("key", "values", "others"),
+    [
+        ("x", ['{"n": 1}', '{"x": {"y": [2]}}', "null"], ["[]", '{"a": 1}', '{"x": 1}']),
+        ("y", ["[1, 2]"], ['["a"]', "1"]),
+        ("z", ["[]", '[{"z": [{"n": 1}]}]'], ["[1]", "{}", '[{"z": 1}]']),
+    ],
+)
+def test_a_reference_within_an_argument_leads_to_a_part_of_the_tools_schema(name, call, key, values, others):
+    """To the argument itself it led, or nowhere."""
+    model = Model(name)
+    grammar = model.grammar(GrammarAsked({"find": REFERRING}, True, False, None))
+    for value in (*values, *others):
+        answer = call.format(key, value)
+        assert is_accepted(model, grammar, answer) == (value in values), value
+        if value in values:
+            parser = model.form.parser({}, {"find": REFERRING}, "")
+            (read,) = joined([*parser.push(answer).calls, *parser.finish(is_whole=False).calls])
+            assert json.loads(read.arguments) == {key: json.loads(value)}
+
+
 @pytest.mark.parametrize(
     ("schema", "problem"),
     [
@@ -471,6 +523,19 @@ def test_a_definition_that_stands_in_many_arguments_is_not_written_until_it_fill
     shared = {"n": {"description": "x" * 10_000, "type": "integer"}}
     properties = {f"a{n}": {"$ref": "#/$defs/n"} for n in range(10_000)}
     tools = {"find": {"properties": properties, "$defs": shared}}
+    tracemalloc.start()
+    with pytest.raises(InvalidRequest, match="grammar of more than"):
+        answer_grammar(model.form, model.control_ids, "", GrammarAsked(tools, True, True, None))
+    assert tracemalloc.get_traced_memory()[1] < 4 << 20
+    tracemalloc.stop()
+
+
+def test_parts_that_stand_in_one_another_are_not_written_until_they_fill_the_memory():
+    model, deep = Model("qwen-xml"), {"description": "x" * 50_000}
+    for _ in range(50):
+        deep = {"properties": {"a": deep}}
+    references = [{"$ref": "#/properties/a" + "/properties/a" * n} for n in range(50)]
+    tools = {"find": {"properties": {"a": deep, "b": {"type": "object", "anyOf": references}}}}
     tracemalloc.start()
     with pytest.raises(InvalidRequest, match="grammar of more than"):
         answer_grammar(model.form, model.control_ids, "", GrammarAsked(tools, True, True, None))

@@ -6,7 +6,10 @@ import pytest
 
 from gateway.parsers.schema_types import types_of
 
-ROOT = {"$defs": {"small": {"type": "integer"}, "a": {"b": {"enum": ["x", None]}}}}
+ROOT = {
+    "properties": {},
+    "$defs": {"small": {"type": "integer"}, "a": {"b": {"enum": ["x", None]}}, "a/b~": {"type": "boolean"}},
+}
 
 
 class Counted(dict):
@@ -26,6 +29,8 @@ class Counted(dict):
         ({"anyOf": [{"$ref": "#/$defs/small"}, {"oneOf": [{"const": True}, {}]}]}, {"integer", "boolean"}),
         ({"$ref": "#/$defs/a/b"}, {"string", "null"}),
         ({"$ref": "#/$defs/none"}, set()),
+        ({"$ref": "#"}, {"object"}),
+        ({"$ref": "#/%24defs/a~1b~0"}, {"boolean"}),
         ({"enum": [1, 1.5, [], {}]}, {"integer", "number", "array", "object"}),
         ({"enum": 5, "type": "string", "anyOf": {}}, {"string"}),
         ({"anyOf": [{"$ref": "#/$defs/small"}] * 100}, {"integer"}),
