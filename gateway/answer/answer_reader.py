@@ -29,7 +29,7 @@ class AnswerParsing(NamedTuple):
     streams_arguments: bool = False  # of calls
     constraint: Constraint | None = None  # that the answer keeps to, reasoning and calls included
     spellings: Mapping[str, str] = NO_SPELLINGS  # of characters that stand for control tokens, their text
-    continues: bool = False  # it goes on with a text of the prompt, and keeps the space before its first word
+    keeps_space: bool = False  # before its first word: it goes on with a text of the prompt, or a grammar has it
 
 
 class AnswerReader:
@@ -58,11 +58,13 @@ class AnswerReader:
         for what the model's format cannot do."""
         answer_format = self._format
         if conversation is None:
-            return AnswerParsing(self._plain, constraint=constraint, continues=self._plain.has_text(prompt_ids))
+            keeps_space = constraint is not None or self._plain.has_text(prompt_ids)
+            return AnswerParsing(self._plain, constraint=constraint, keeps_space=keeps_space)
         options = conversation.options
+        keeps_space = constraint is not None or options.continues
         _check_format(answer_format, options)
         if answer_format is None:
-            return AnswerParsing(self._plain, constraint=constraint, continues=options.continues)
+            return AnswerParsing(self._plain, constraint=constraint, keeps_space=keeps_space)
         tools = {tool["name"]: tool["parameters"] for tool in options.tools if tool["name"] in options.callable_tools}
         prompt_end = b"".join(self._plain.shown(id_)[1] for id_ in prompt_ids[-_NUM_LAST:]).decode(errors="replace")
         if options.must_call and constraint is not None:
@@ -85,7 +87,7 @@ class AnswerReader:
         new_parser = partial(answer_format.parser, self._spellings, tools, prompt_end, options.continues)
         streams = options.streams_arguments
         return AnswerParsing(
-            self._detokenizer, new_parser, ends_with_call, streams, constraint, self._spellings, options.continues
+            self._detokenizer, new_parser, ends_with_call, streams, constraint, self._spellings, keeps_space
         )
 
     def can_call(self, name: str) -> bool:

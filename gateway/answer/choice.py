@@ -37,7 +37,7 @@ class Choice:
         "_parser",
         "_reasoning",
         "_detokenizer",
-        "_continues",
+        "_keeps_space",
         "_calls",
         "_streams_arguments",
         "_request_id",
@@ -68,7 +68,7 @@ class Choice:
         self.sent_at: float | None = None  # its last message
         self.num_pending = 0  # tokens, the last ones
         self.separate: list[pb.GenerateResponse] | None = None  # what goes out before the open message; None: nothing
-        self._decoder: TextDecoder | None = parsing.detokenizer.decoder(parsing.continues)  # None: its end was sent
+        self._decoder: TextDecoder | None = parsing.detokenizer.decoder(parsing.keeps_space)  # None: its end was sent
         self._stops = StopMatcher(stops) if stops else None
         self._min_tokens, self._stop_token_ids = min_tokens, stop_token_ids
         self._text = ""
@@ -76,7 +76,7 @@ class Choice:
         self._matched_stop = ""
         self._parser = parsing.new_parser and parsing.new_parser()
         self._reasoning = ""
-        self._detokenizer, self._continues = parsing.detokenizer, parsing.continues
+        self._detokenizer, self._keeps_space = parsing.detokenizer, parsing.keeps_space
         self._calls: ToolCalls | None = None  # until there is a part of one
         self._streams_arguments = parsing.streams_arguments
         self._request_id, self._ends_with_call = request_id, parsing.ends_with_call
@@ -104,7 +104,7 @@ class Choice:
         if self._parser is None:
             return 0
         ends = chain.from_iterable(self._parser.reasoning_spans)
-        counts = self._detokenizer.num_begun(self.token_ids, ends, self._continues)
+        counts = self._detokenizer.num_begun(self.token_ids, ends, self._keeps_space)
         return sum(counts[1::2]) - sum(counts[::2])
 
     @property

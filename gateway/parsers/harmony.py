@@ -35,7 +35,9 @@ class HarmonyParser(AnswerParser):
                     yield from self._body(head)
                 source.forget()
         except Cut:
-            pass
+            rest = source.text[source.at :]
+            if source.position == 0 and self._channel not in rest:  # no header: a grammar spelled the text alone
+                self._emit("content", rest)
 
     def _body(self, head: str) -> Reading:
         channel = head.rpartition(self._channel)[2].replace(self._constrain, " ").split()

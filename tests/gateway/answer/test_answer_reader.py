@@ -279,6 +279,17 @@ def test_what_continues_a_text_keeps_its_space(kind, continued):
     assert text(None, 1) == text(CONVERSATION, 1) == "the fox the fox"  # behind what has no text
 
 
+@pytest.mark.parametrize("conversation", [None, CONVERSATION])
+def test_an_answer_that_is_bound_keeps_its_first_space(conversation):
+    """A grammar knows of no space that is left out: of the choice " the" came "the"."""
+    tokenizer = Tokenizer(sentencepiece("normalizer"))
+    reader, ids = AnswerReader(tokenizer, Detokenizer(tokenizer), None), tokenizer.encode_text("the")
+    for constraint, text in ((Constraint("choice", '[" the"]'), " the"), (None, "the")):
+        choice = Choice(0, reader.parsing_of(conversation, ids[:1], constraint), None, 0)
+        choice.push(ids[1:], (), pb.FINISH_REASON_LENGTH)
+        assert choice.take().text == text
+
+
 def test_a_call_that_is_cut_is_no_call():
     choice = Choice(0, parsing(), None, 0)
     choice.push(TOKENS.encode('wait<tool_call>{"name": "find"').ids, (), pb.FINISH_REASON_LENGTH)
