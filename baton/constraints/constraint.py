@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from llguidance import LLMatcher
 
-from baton.constraints.json_patterns import rewrite_classes
+from baton.constraints.json_patterns import repeats_for_good, rewrite_classes
 from baton.constraints.json_schema import check_schema, check_support, rewrite_schema
 from baton.lines import one_line
 
@@ -71,6 +71,8 @@ def grammar_of(constraint: Constraint) -> str:
     if kind == "json_schema":
         return _schema_grammar(text)
     if kind == "regex":
+        if repeats_for_good(text):
+            raise BadConstraint("", "possessive repetition (*+, ++, ?+, {n}+) is not supported: leave out the last +")
         return LLMatcher.grammar_from_regex(rewrite_classes(text))
     _check_directives(text)
     return LLMatcher.grammar_from_lark(text)
@@ -91,7 +93,14 @@ def _choices(texts: list[str]) -> str:
         if not text:
             raise BadConstraint(f"texts[{index}]", "is empty")
     # One lexeme: as rules of their own 2,000 texts would be 2,000 rows of the parser.
-    return "start: TEXT\nTEXT: " + " | ".join(json.dumps(text, ensure_ascii=False) for text in texts)
+    return "start: TEXT\nTEXT: " + " | ".join(map(quoted, texts))
+
+
+def quoted(text: str) -> str:
+    """Return an expression of a grammar for just this text. Brackets in it are escaped: who counts how deep a grammar
+    nests them knows no texts, and the object that each tool's call begins is closed in another text. So is what Lark
+    has no place for."""
+    return re.sub(r"[][(){}\x7f-\x9f]", lambda found: f"\\u{ord(found[0]):04x}", json.dumps(text, ensure_ascii=False))
 
 
 def _schema_grammar(text: str) -> str:

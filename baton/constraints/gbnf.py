@@ -2,13 +2,12 @@
 by character, while the library cuts a text into lexemes, each the longest that there can be: `[0-9]+ [0-9] "x"` of
 lexemes would match nothing. So a grammar without recursion becomes one lexeme, and in others each character is one."""
 
-import json
 import re
 from collections.abc import Iterable, Iterator
 from graphlib import CycleError, TopologicalSorter
 from typing import NamedTuple
 
-from baton.constraints.constraint import BadConstraint, check_size
+from baton.constraints.constraint import BadConstraint, check_size, quoted
 
 _HEAD = re.compile(r"^[ \t]*[A-Za-z0-9_-]+[ \t]*::=", re.MULTILINE)  # how a rule begins, and nothing in Lark
 _TOKEN = re.compile(
@@ -116,7 +115,7 @@ def _expression(tokens: Iterable[_Token], known: dict[str, str], is_regular: boo
         if kind == "times":
             if before in ("", "times"):
                 raise BadConstraint(f"line {line}", f"there is nothing that {value} repeats")
-            parts[-1] += _times(value)
+            parts[-1] += _times(line, value)
         elif value == "(" and kind == "mark":
             open_lines.append(line)
             parts.append("(")
@@ -137,8 +136,10 @@ def _expression(tokens: Iterable[_Token], known: dict[str, str], is_regular: boo
     return parts if before else [*parts, '""']
 
 
-def _times(value: str) -> str:
+def _times(line: int, value: str) -> str:
     bounds = "".join(value.split())
+    if re.fullmatch(r"\{0+(,0+)?\}", bounds):
+        raise BadConstraint(f"line {line}", f"what {value} repeats is never there: leave it out")
     return bounds if "," in bounds or len(bounds) == 1 else f"{bounds[:-1]},{bounds[1:]}"
 
 
@@ -151,14 +152,8 @@ def _atom(line: int, kind: str, value: str, known: dict[str, str], is_regular: b
         return _characters(line, value)
     text = "".join(_character(line, found) for found in _CHARACTER.finditer(value))
     if is_regular or len(text) < 2:
-        return _quoted(text)
-    return f"({' '.join(map(_quoted, text))})"
-
-
-def _quoted(text: str) -> str:
-    """Return an expression for just this text. Brackets in it are escaped, since those of a grammar are counted, and
-    what Lark has no place for."""
-    return re.sub(r"[][(){}\x7f-\x9f]", lambda found: f"\\u{ord(found[0]):04x}", json.dumps(text, ensure_ascii=False))
+        return quoted(text)
+    return f"({' '.join(map(quoted, text))})"
 
 
 def _characters(line: int, value: str) -> str:

@@ -14,7 +14,8 @@ from baton.lines import one_line
 
 # A token that no model has: where the grammar may end, its bit says so, whatever the model's own ends are.
 END = "<|end of the grammar|>"
-EMPTY_MASK = "NoExtensionBias"  # what the library says where no token may be next
+_EMPTY_MASK = "NoExtensionBias"  # what the library says where no token may be next
+_NO_TEXT = "no text of this vocabulary keeps to it"
 WORD_BITS = 32
 _OVERLAP = "oneOf of schemas that may overlap is not supported: give anyOf, or each a property with a const of its own"
 
@@ -47,10 +48,8 @@ class Vocabulary:
         if matcher.is_error():
             raise BadConstraint("", _message(matcher.get_error()))
         cursor, mask = GrammarCursor(self, matcher.deep_copy()), self.new_masks(1)[0]
-        if not cursor.fill(mask) and cursor.problem != EMPTY_MASK:
-            raise BadConstraint("", cursor.problem)
-        if cursor.problem or not mask.any():  # rules that need themselves, a sum of bounds that leaves nothing
-            raise BadConstraint("", "no text of this vocabulary keeps to it")
+        if not cursor.fill(mask) or not mask.any():  # rules that need themselves, a sum of bounds that leaves nothing
+            raise BadConstraint("", cursor.problem or _NO_TEXT)
         return Grammar(self, matcher)
 
     def new_masks(self, num_masks: int) -> np.ndarray:
@@ -153,4 +152,6 @@ def _message(error: str) -> str:
     lines = [line.strip() for line in error.replace("<non-verbose/>", "").splitlines()]
     kept = [line for line in lines if line and not line.startswith("^") and not line[:1].isdigit()] or lines
     message = one_line(" ".join(kept), 300)
+    if message == _EMPTY_MASK:
+        return _NO_TEXT
     return _OVERLAP if "coerce_one_of" in message else message

@@ -4,6 +4,7 @@ digits and more not always as the nearest one, and whole ones then as 64 bits of
 import math
 from collections.abc import Callable, Iterator, Mapping
 from decimal import Decimal
+from fractions import Fraction
 from typing import Any, TypeGuard
 
 _STEPS = {"minimum": 0, "maximum": 0, "exclusiveMinimum": 1, "exclusiveMaximum": -1}  # from a bound to the first inside
@@ -28,6 +29,27 @@ def check_numbers(schema: Mapping[str, Any]) -> tuple[str, str] | None:
                 elif keyword not in _STEPS and (found := _as_read(number)) != number:
                     return place, _NOT_READ.format(found)
     return _check_open_bounds(schema)
+
+
+def with_multiples(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a schema whose bounds are multiples of its `multipleOf`: of one with more digits the library keeps out
+    what begins with the same digits."""
+    step, kept = schema.get("multipleOf"), {**schema}
+    if not _is_number(step) or not 0 < step < math.inf or _STEPS.keys().isdisjoint(schema):
+        return kept
+    exact = Fraction(repr(step))
+    for keyword, tighter, sign in (("minimum", max, 1), ("maximum", min, -1)):
+        open_name = f"exclusive{keyword.capitalize()}"
+        bound, _ = _bound(schema, keyword, open_name, tighter)
+        if not abs(bound) < 2**53:  # there is none, or not each of its digits counts
+            continue
+        steps = sign * Fraction(repr(bound)) / exact
+        inner = sign * math.ceil(steps) * exact
+        value = int(inner) if inner.denominator == 1 else float(inner)
+        if steps.denominator != 1 and Fraction(repr(value)) == inner:
+            kept.pop(open_name, None)
+            kept[keyword] = value
+    return kept
 
 
 def values_in(place: str, value: object) -> Iterator[tuple[str, object]]:

@@ -8,6 +8,7 @@ from typing import Any
 # A bracket that closes a class at once is a character of it. One without an end is a match too: looked for behind each
 # bracket, an end that is missing takes time as the square of the text.
 _CLASSES = re.compile(r"\\.|\[(?P<not>\^?)(?P<of>\]?(?:\\.|[^]\\])*)(?:(?P<end>\])|\\?\Z)", re.DOTALL)
+_POSSESSIVE = re.compile(r"(?:[*+?]|\{[0-9,]+\})\+")
 _DOT = r"[[^\n\r\x{2028}\x{2029}]&&[^\x00]]"  # the library's own has all but the first of these
 _CLASSES_AND_DOTS = re.compile(rf"{_CLASSES.pattern}|(?P<dot>\.)", re.DOTALL)
 _DOT_ALL = re.compile(r"(?<!\\)(?:\\\\)*\(\?[a-zA-Z]*s")  # not of ECMA-262
@@ -29,6 +30,12 @@ _CONTROLS = re.compile(
 def rewrite_classes(regex: str) -> str:
     """Return a regular expression whose classes hold no other ones."""
     return _CLASSES.sub(lambda found: found[0] if found["end"] is None else _class(found), regex)
+
+
+def repeats_for_good(regex: str) -> bool:
+    """Return whether what is repeated is given back to nothing behind it, as Python's re has it: to the library this is
+    a repetition of repetitions."""
+    return bool(_POSSESSIVE.search(_CLASSES.sub("x", regex)))
 
 
 def rewrite_pattern(pattern: str) -> str:

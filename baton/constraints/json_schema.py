@@ -13,7 +13,7 @@ from baton.constraints.json_names import (
     mixes_names,
     plain_names,
 )
-from baton.constraints.json_numbers import check_numbers
+from baton.constraints.json_numbers import check_numbers, with_multiples
 from baton.constraints.json_patterns import rewrite_pattern, with_valid_dates
 from baton.constraints.json_references import check_references, referred_to
 
@@ -182,7 +182,7 @@ def _rewritten(schema: Any, may_rewrite: bool) -> Any:
         return [_rewritten(each, may_rewrite) for each in schema]
     if not isinstance(schema, dict):
         return schema
-    schema = with_valid_dates({**schema, **(plain_names(schema) if may_rewrite else {})})
+    schema = with_multiples(with_valid_dates({**schema, **(plain_names(schema) if may_rewrite else {})}))
     return {
         keyword: _rewritten_value(keyword, schema[keyword], may_rewrite)
         for keyword in _in_order(schema)

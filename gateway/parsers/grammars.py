@@ -6,13 +6,13 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from baton.constraints.constraint import MAX_BYTES
+from baton.constraints.constraint import MAX_BYTES, quoted
 from baton.constraints.json_patterns import rewrite_classes
 from baton.constraints.json_references import referred_to
 from baton.constraints.json_schema import KEYWORDS, SAYS_NOTHING, part_alone, rewrite_schema
 from baton.service.errors import InvalidRequest
 from gateway.parsers.schema_types import listed, types_of
-from gateway.parsers.text_schemas import TextSchemas, quoted, regex
+from gateway.parsers.text_schemas import TextSchemas, regex
 
 _ANY_TEXT = "/(?s:.*)/"
 _BLANKS = r"/[ \n]{0,4}/"

@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
+from baton.constraints.constraint import quoted
 from gateway.parsers.calls import CallReader, ParsedCall
 from gateway.parsers.grammars import (
     ArgumentPart,
@@ -22,7 +23,6 @@ from gateway.parsers.grammars import (
     repeated,
 )
 from gateway.parsers.reading import AnswerSource, Cut, Malformed, Reading, parse_json
-from gateway.parsers.text_schemas import quoted
 
 _NOTABLE = re.compile(r"""[\[\](){}'"\\]""")
 _HEAD = re.compile(r"\[\s*[A-Za-z_][\w.]*\s*\(")

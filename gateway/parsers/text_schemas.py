@@ -1,11 +1,11 @@
 """The texts that a JSON schema allows, in the words of llguidance: of arguments that stand without quotation marks,
 where the library's own JSON is of no use."""
 
-import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
+from baton.constraints.constraint import quoted
 from baton.constraints.json_patterns import rewrite_pattern
 from baton.constraints.json_references import referred_to
 from gateway.parsers.schema_types import listed, named_types
@@ -14,18 +14,11 @@ ANY = ""
 _MAX_DEPTH = 16  # of references and alternatives, which may be a circle
 _LOOK = 16  # a schema that is looked at counts as so many characters: that bounds the work too
 _UNKEPT = ("not", "if", "$dynamicRef", "$recursiveRef")
-_BRACKETS = {ord(bracket): f"\\u{ord(bracket):04x}" for bracket in "([{}])"}
 # Digits and letters of a word are ASCII in ECMA-262, as in the library's own JSON.
 _OF_ECMA = {r"\d": "[0-9]", r"\D": "[^0-9]", r"\w": "[0-9A-Za-z_]", r"\W": "[^0-9A-Za-z_]"}
 _ESCAPES = re.compile(r"\\.", re.DOTALL)
 # As Lark has a regex: on one line, between slashes.
 _IN_REGEX = re.compile(r"\\(.)|/|\n", re.DOTALL)
-
-
-def quoted(text: str) -> str:
-    """Return an expression for just this text. Brackets in it are escaped: who counts how deep a constraint nests them
-    knows no texts, and the object that each tool's call begins is closed in another text."""
-    return json.dumps(text, ensure_ascii=False).translate(_BRACKETS)
 
 
 def regex(pattern: str) -> str:

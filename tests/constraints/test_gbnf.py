@@ -101,6 +101,7 @@ BAD = {
     'root ::= "a" (* "b")': "line 1: there is nothing that * repeats",
     'root ::= "a"*+': "line 1: there is nothing that + repeats",
     'root ::= "a" | {2}': "line 1: there is nothing that {2} repeats",
+    'root ::= "a"\n "b"{0}': "line 2: what {0} repeats is never there: leave it out",
     'root ::= "a"\n b': "line 2: there is no rule b",
     'a ::= "a"': "has no rule root",
     'root ::= "a"\nroot ::= "b"': "line 2: there is a rule root already",

@@ -106,6 +106,24 @@ def test_a_class_of_a_regex_has_the_characters_of_pythons_re(regex, good, bad):
         assert is_whole(grammar.cursor(), text) == (text in good) == bool(re.fullmatch(regex, text)), text
 
 
+@pytest.mark.parametrize(
+    ("schema", "good", "bad"),
+    [
+        ({"minimum": 0.001, "maximum": 0.125, "multipleOf": 0.1}, ["0.1"], ["0", "0.2", "0.12"]),
+        ({"minimum": -0.125, "maximum": 12.34, "multipleOf": 0.3}, ["12.3", "0", "6"], ["12.6", "-0.3", "12.34"]),
+        ({"exclusiveMinimum": 0.2, "exclusiveMaximum": 0.45, "multipleOf": 0.2}, ["0.4"], ["0.2", "0.6"]),
+        ({"minimum": 5, "exclusiveMinimum": True, "multipleOf": 2.5}, ["7.5"], ["5", "2.5"]),
+        ({"maximum": 3, "multipleOf": 0.25}, ["3", "2.75", "-1"], ["3.25", "0.1"]),
+        ({"minimum": 1, "multipleOf": 1e-9, "maximum": 123456789.5}, ["1.5", "123456789.5"], ["0.9", "123456790"]),
+        ({"exclusiveMaximum": 1.5, "multipleOf": 0.001}, ["1.4", "1.499"], ["1.5"]),
+    ],
+)
+def test_a_bound_between_two_multiples_keeps_out_those_outside_alone(schema, good, bad):
+    grammar = VOCABULARY.compile(Constraint("json_schema", json.dumps(schema)))
+    for text in (*good, *bad):
+        assert is_whole(grammar.cursor(), text) == (text in good), text
+
+
 @pytest.mark.parametrize("more", [{}, {"pattern": ":"}, {"pattern": ":", "allOf": [{}]}, {"type": ["string", "null"]}])
 @pytest.mark.parametrize(("name", "before"), [("time", ""), ("date-time", "2024-12-31T"), ("date-time", "2023-02-28t")])
 def test_a_minute_has_60_seconds(name, before, more):

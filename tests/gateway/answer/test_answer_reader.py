@@ -7,14 +7,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as Tokens
 
-from baton.constraints.constraint import MAX_BYTES, Constraint
+from baton.constraints.constraint import MAX_BYTES, Constraint, quoted
 from baton.service.errors import InvalidRequest
 from baton.v1 import inference_pb2 as pb
 from gateway.answer.answer_reader import AnswerReader
 from gateway.answer.choice import Choice
 from gateway.answer.stop_strings import StopStrings
 from gateway.parsers.formats import format_named
-from gateway.parsers.text_schemas import quoted
 from gateway.text.detokenizer import Detokenizer
 from gateway.text.templates import ChatMessage, ChatOptions, Conversation
 from gateway.text.tokenizer import Tokenizer

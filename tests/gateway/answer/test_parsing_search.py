@@ -4,14 +4,13 @@ import math
 
 import pytest
 
-from baton.constraints.constraint import BadConstraint, Constraint
+from baton.constraints.constraint import BadConstraint, Constraint, quoted
 from baton.constraints.grammar import Vocabulary
 from baton.service.errors import InvalidRequest
 from gateway.answer import parsing_search
 from gateway.answer.answer_reader import AnswerReader
 from gateway.answer.parsing_search import ParsingSearch
 from gateway.parsers.formats import format_named
-from gateway.parsers.text_schemas import quoted
 from gateway.text.detokenizer import Detokenizer
 from gateway.text.templates import ChatMessage, ChatOptions, Conversation
 from gateway.text.tokenizer import Tokenizer

@@ -10,6 +10,7 @@ import pytest
 
 from baton.constraints import checker
 from baton.constraints.constraint import BadConstraint, Constraint
+from baton.constraints.grammar import Vocabulary
 from baton.service.errors import Unavailable
 from gateway.text import constraint_checks
 from gateway.text.constraint_checks import ConstraintChecks
@@ -79,6 +80,13 @@ def test_a_walk_that_is_soon_over_begins_again():
     grammar = vocabulary.compile(Constraint("json_schema", json.dumps({"type": "object", "properties": names})))
     with pytest.raises(BadConstraint, match="Current row has"):
         checker.walk(grammar)
+
+
+def test_a_walk_that_finds_no_text_says_so():
+    """In a word of the library's own it did."""
+    vocabulary = Vocabulary(byte_vocabulary(without="0123456789"), 270)
+    with pytest.raises(BadConstraint, match="no text of this vocabulary keeps to it"):
+        checker.walk(vocabulary.compile(Constraint("regex", "a[0-9]")))
 
 
 def test_what_a_look_refuses_starts_no_process(checks, monkeypatch):
