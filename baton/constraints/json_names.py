@@ -50,6 +50,11 @@ def mixes_names(schema: Mapping[str, Any], are_rewritten: bool) -> bool:
     return is_open_to_all or any(map(_CONTROLS.search, names))
 
 
+def is_plain(name: str) -> bool:
+    """Return whether a name has no character that JSON writes in more than one way."""
+    return not _CONTROLS.search(name)
+
+
 def check_counts(schema: Mapping[str, Any]) -> tuple[str, str] | None:
     """Return what is wrong with a bound on the number of properties, as (place, reason), or None."""
     least, required = schema.get("minProperties"), schema.get("required")

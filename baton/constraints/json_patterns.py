@@ -8,6 +8,7 @@ from typing import Any
 # A bracket that closes a class at once is a character of it. One without an end is a match too: looked for behind each
 # bracket, an end that is missing takes time as the square of the text.
 _CLASSES = re.compile(r"\\.|\[(?P<not>\^?)(?P<of>\]?(?:\\.|[^]\\])*)(?:(?P<end>\])|\\?\Z)", re.DOTALL)
+_LOOK_AROUND = re.compile(r"\(\?<?[=!]")
 _POSSESSIVE = re.compile(r"(?:[*+?]|\{[0-9,]+\})\+")
 _DOT = r"[[^\n\r\x{2028}\x{2029}]&&[^\x00]]"  # the library's own has all but the first of these
 _CLASSES_AND_DOTS = re.compile(rf"{_CLASSES.pattern}|(?P<dot>\.)", re.DOTALL)
@@ -72,6 +73,13 @@ def asks_for_controls(pattern: str) -> bool:
     return any(found["control"] for found in _CONTROLS.finditer(pattern))
 
 
+def has_look_around(pattern: object) -> bool:
+    """Return whether a pattern looks ahead or behind, which the library has no grammar for."""
+    return isinstance(pattern, str) and bool(_LOOK_AROUND.search(_CLASSES.sub("x", pattern)))
+
+
+# Those that the library keeps to; any other one is a note, as JSON Schema has it (2020-12, 7.2.1).
+FORMATS = ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri")
 _LEAP_YEAR = "(?:[0-9]{2}(?:0[48]|[2468][048]|[13579][26])|(?:[02468][048]|[13579][26])00)"
 _LEAP_DAYS = rf"^(?:[0-9]{{4}}-(?:0[13-9]|1[0-2]|02-(?:[01]|2[0-8]))|{_LEAP_YEAR}-02-29)"
 _SECONDS = "[^:]*:[0-9]{2}:[0-5]"

@@ -9,12 +9,13 @@ from baton.constraints.json_names import (
     ESCAPES_WITHOUT_U,
     check_counts,
     check_texts,
+    is_plain,
     may_rewrite_names,
     mixes_names,
     plain_names,
 )
 from baton.constraints.json_numbers import check_numbers, with_multiples
-from baton.constraints.json_patterns import rewrite_pattern, with_valid_dates
+from baton.constraints.json_patterns import FORMATS, has_look_around, rewrite_pattern, with_valid_dates
 from baton.constraints.json_references import check_references, referred_to
 
 if TYPE_CHECKING:
@@ -87,10 +88,44 @@ def _problem(schema: object) -> tuple[str, str] | None:
 def check_support(schema: object) -> tuple[str, str] | None:
     """Return which keyword of a checked schema the library does not keep to, as (place, reason), or None."""
     for place, found in schemas_in(schema):
-        for keyword in found:
-            if keyword in _UNKEPT or (keyword == "uniqueItems" and not _says_nothing(keyword, found)):
-                return "".join(map(_shown, f"{place}/{keyword}")), "is not supported"
+        for keyword, value in found.items():
+            where = "".join(map(_shown, f"{place}/{keyword}"))
+            if keyword == "pattern" and has_look_around(value) and not _says_nothing(keyword, found):
+                return where, "look-around is not supported"
+            is_kept = _says_nothing(keyword, found) or (keyword == "propertyNames" and _are_listed(found, schema))
+            if (keyword in _UNKEPT or keyword == "uniqueItems") and not is_kept:
+                return where, "is not supported"
     return None
+
+
+def _are_listed(schema: Mapping[str, Any], root: Any) -> bool:
+    return "patternProperties" not in schema and _listed_names(schema["propertyNames"], root) is not None
+
+
+def _listed_names(names: Any, root: Any) -> list[str] | None:
+    """Return the names that a schema of names lists; None for one that says anything else."""
+    if isinstance(names, dict) and isinstance(reference := names.get("$ref"), str) and len(names) == 1:
+        names = referred_to(root, reference)
+    if not isinstance(names, dict) or names.get("type", "string") != "string":
+        return None
+    if len(said := names.keys() - {"type", *SAYS_NOTHING}) != 1:
+        return None
+    listed = names.get("enum", [names["const"]] if "const" in said else None)
+    if not isinstance(listed, list) or not all(isinstance(name, str) and is_plain(name) for name in listed):
+        return None
+    return listed
+
+
+def _with_listed_names(schema: Any, root: Any) -> Any:
+    """Return a schema in which objects whose `propertyNames` are listed have these properties."""
+    if not isinstance(schema, dict):
+        return schema
+    schema = {key: with_inner(key, value, lambda each: _with_listed_names(each, root)) for key, value in schema.items()}
+    if "propertyNames" not in schema or not _are_listed(schema, root):
+        return schema
+    names = _listed_names(schema.pop("propertyNames"), root) or ()
+    known, others = schema.get("properties", {}), schema.get("additionalProperties", True)
+    return {**schema, "properties": {name: known.get(name, others) for name in names}, "additionalProperties": False}
 
 
 def schemas_in(schema: object) -> Iterator[tuple[str, Any]]:
@@ -163,6 +198,7 @@ def rewrite_schema(schema: Mapping[str, Any], is_strict: bool = True) -> dict[st
     """Return a checked schema in words that the library keeps to, with its options: patterns whose classes are those of
     ECMA-262, names that are not written with escapes, and no `$schema`, as keywords that are younger than the draft it
     names would be ignored. `is_strict` False: what the library has no grammar for is left out."""
+    schema = _with_listed_names(schema, schema)
     may_rewrite = may_rewrite_names(schema)
     are_mixed = has_mixed_names(schema, may_rewrite)
     options = {**_OPTIONS, "lenient": not is_strict}
@@ -202,10 +238,19 @@ def _in_order(schema: Mapping[str, Any]) -> Iterable[str]:
 
 
 def _says_nothing(keyword: str, schema: Mapping[str, Any]) -> bool:
-    """Return whether a keyword is left out: the library would refuse it, or read others otherwise."""
+    """Return whether a keyword is left out: the library would refuse it, or read others otherwise. A format that is
+    known stands for a pattern that the library has no grammar for: zod writes both."""
+    value, text_format = schema[keyword], schema.get("format")
+    if keyword == "format":
+        return isinstance(value, str) and value not in FORMATS
+    if keyword == "pattern":
+        return text_format in FORMATS and has_look_around(value)
+    if keyword == "propertyNames":
+        is_string = isinstance(value, dict) and value.get("type", "string") == "string"
+        return value is True or (is_string and value.keys() <= {"type", *SAYS_NOTHING})
     if keyword == "additionalItems":
         return not isinstance(schema.get("items"), list)
-    return keyword == "$schema" or (keyword == "uniqueItems" and schema[keyword] is False)
+    return keyword == "$schema" or (keyword == "uniqueItems" and value is False)
 
 
 def _rewritten_value(keyword: str, value: Any, may_rewrite: bool) -> Any:

@@ -8,11 +8,12 @@ from typing import Any
 from baton.constraints.constraint import BadConstraint
 from baton.constraints.json_names import check_counts, check_texts, may_rewrite_names
 from baton.constraints.json_numbers import check_numbers
+from baton.constraints.json_patterns import has_look_around
 from baton.constraints.json_references import check_references, referred_to
 from baton.constraints.json_schema import has_mixed_names, schemas_in, with_inner
 
 _TYPES = ("string", "boolean", "integer", "number", "array", "object", "null")
-_UNLIKE_GRAMMAR = re.compile(r"\(\?<?[=!]|(?<!\\)(?:\\\\)*\\[bB1-9]")  # of patterns: look-around, and references back
+_UNLIKE_GRAMMAR = re.compile(r"(?<!\\)(?:\\\\)*\\[bB1-9]")  # of patterns: ends of words, and references back
 # Where the patterns of names are left out, names that they would allow must not be forbidden.
 _OF_NAMES = ("patternProperties", "additionalProperties", "unevaluatedProperties")
 
@@ -65,7 +66,7 @@ def _is_type(value: Any) -> bool:
 
 
 def _is_pattern(value: Any) -> bool:
-    return isinstance(value, str) and not _UNLIKE_GRAMMAR.search(value)
+    return isinstance(value, str) and not has_look_around(value) and not _UNLIKE_GRAMMAR.search(value)
 
 
 def _is_object(value: Any) -> bool:

@@ -1,13 +1,15 @@
 """Find how an answer is read whose tools may have schemas that no grammar keeps to: those of tools that are not strict
 are given up, each by itself."""
 
+import json
 from collections.abc import Collection, Sequence
 
 from baton.constraints.constraint import MAX_BYTES, Constraint
 from baton.service.clock import now
 from baton.service.errors import InvalidRequest
 from gateway.answer.answer_reader import AnswerParsing, AnswerReader, parameter_bytes
-from gateway.text.templates import Conversation
+from gateway.parsers.answer_grammar import of_object
+from gateway.text.templates import ChatOptions, Conversation
 from gateway.text.text_work import TextWork
 
 _MOST_GIVEN_UP = 4  # each may take seconds to be refused; where more are, all are given up
@@ -26,7 +28,25 @@ class ParsingSearch:
     ) -> AnswerParsing:
         """Return how an answer to this prompt is read. Calls of tools that are not strict, and whose schemas cannot be
         kept to, have any arguments. Raises BatonError."""
+        try:
+            return await self._find(conversation, prompt_ids, constraint)
+        except InvalidRequest as error:
+            if conversation is not None and error.field == _FIELD:
+                await self._check_strict(conversation.options)
+            raise
 
+    async def _check_strict(self, options: ChatOptions) -> None:
+        """Raises InvalidRequest for a strict tool whose schema cannot be kept to by itself, in its own words: an error
+        of the grammar of all tools has places that nobody knows."""
+        until = now() + _MOST_S
+        for index, tool in enumerate(options.tools):
+            if tool["name"] in options.strict_tools and now() < until:
+                schema = Constraint("json_schema", json.dumps(of_object(tool["parameters"])))
+                await self._check(schema, f"{_FIELD}[{index}].parameters")
+
+    async def _find(
+        self, conversation: Conversation | None, prompt_ids: Sequence[int], constraint: Constraint | None
+    ) -> AnswerParsing:
         async def parsing_with(kept: Collection[str] | None) -> AnswerParsing:
             parsing = self._reader.parsing_of(conversation, prompt_ids, constraint, kept)
             if parsing.constraint is not None and parsing.constraint != constraint:
@@ -65,5 +85,5 @@ class ParsingSearch:
                     return []
         return kept if len(kept) < len(names) else []
 
-    async def _check(self, constraint: Constraint) -> None:
-        await self._text.check_constraint(constraint, self._tenant, self._deadline, _FIELD)
+    async def _check(self, constraint: Constraint, field: str = _FIELD) -> None:
+        await self._text.check_constraint(constraint, self._tenant, self._deadline, field)

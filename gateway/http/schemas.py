@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from gateway.http.anthropic.request import CHOICE_TYPES, DISPLAYS, THINKS
 from gateway.http.fields.conversation import TOOL_CHOICES
 from gateway.http.fields.kinds import BOOLEAN, EFFORT, INTEGER, JSON_SCHEMA, STRING, SUMMARY, TOKEN_IDS, VERBOSITY
-from gateway.http.fields.tables import CONSTRAINTS, FORMAT_TYPES, REASONING_OPTIONS
-from gateway.http.openai.conversations import REPEATED
+from gateway.http.fields.tables import CONSTRAINTS, FORMAT_TYPES, REASONING_OPTIONS, STRUCTURED_NEUTRAL
+from gateway.http.openai.conversations import REPEATED, TYPES
 from gateway.http.responses.items import CALL_FIELDS, ITEM_FIELDS, ITEM_PARTS, ITEM_ROLES, OUTPUT_FIELDS
 from gateway.http.responses.request import ELSEWHERE, SUMMARIES
 from gateway.http.wire.encoding import Json
@@ -194,6 +194,7 @@ _MESSAGES = _conversation(
     closed(
         ["role"],
         role={"enum": ROLES},
+        type={"enum": TYPES},
         name=_TEXT_OR_NULL,
         content={"anyOf": [_ASSISTANT_CONTENT, {"type": "null"}]},
         reasoning_content=_TEXT_OR_NULL,
@@ -249,8 +250,12 @@ FORMAT = closed(
     schema=JSON_SCHEMA.schema,
     value=JSON_SCHEMA.schema,
 )
+_STRUCTURED = {row.name.partition(".")[2]: row.kind.schema for row in CONSTRAINTS}
 STRUCTURED = {
-    **closed([], **{row.name.partition(".")[2]: row.kind.schema for row in CONSTRAINTS}),
-    "minProperties": 1,
-    "maxProperties": 1,
+    **closed(
+        [],
+        **_STRUCTURED,
+        **{name: {"enum": [*values]} for name, values in STRUCTURED_NEUTRAL.items()},
+    ),
+    "oneOf": [{"required": [name]} for name in _STRUCTURED],
 }

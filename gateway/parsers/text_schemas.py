@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from baton.constraints.constraint import quoted
-from baton.constraints.json_patterns import rewrite_pattern
+from baton.constraints.json_patterns import has_look_around, rewrite_pattern
 from baton.constraints.json_references import referred_to
 from gateway.parsers.schema_types import listed, named_types
 
@@ -89,6 +89,8 @@ def _bounds(schema: Mapping[str, Any]) -> Iterator[str]:
     if "pattern" in schema:
         if not isinstance(pattern := schema["pattern"], str):
             raise ValueError("has a pattern that is no text")
+        if has_look_around(pattern):
+            raise ValueError("has a pattern with look-around, which an argument that is text cannot keep to")
         pattern = _ESCAPES.sub(lambda found: _OF_ECMA.get(found[0], found[0]), rewrite_pattern(pattern))
         # It may match anywhere. Anchors elsewhere are refused by the library.
         begin = "" if pattern.startswith("^") else "(?s:.*)"

@@ -45,6 +45,7 @@ GOOD = [
             {"anyOf": [{"$ref": "#/$defs/a"}, {"type": "null"}]},
         )
     ),
+    Constraint("json_schema", '{"type": "string", "pattern": "^[(?=]{2}\\\\(?=$"}'),
     Constraint("json_object", ""),
     Constraint("regex", "^[0-9]+$"),
     Constraint("choice", json.dumps(["yes", 'no "really"\n', "größe", "a\x7f\x9f ({"])),
@@ -69,8 +70,27 @@ BAD = [
     ),
     ("json_schema", '{"anyOf": [{"not": {"type": "string"}}]}', "/anyOf/0/not: is not supported"),
     ("json_schema", '{"oneOf": [{"type": "integer"}, {"const": 1}]}', "oneOf of schemas that may overlap"),
-    ("json_schema", '{"type": "string", "format": "rhyme"}', "rhyme"),
-    ("json_schema", '{"type": "string", "pattern": "(?=a)b"}', "look-around"),
+    ("json_schema", '{"type": "string", "format": 7}', "format"),
+    ("json_schema", '{"type": "string", "pattern": "(?=a)b"}', "/pattern: look-around is not supported"),
+    ("json_schema", '{"items": {"pattern": "[(]a(?<!b)", "format": "rhyme"}}', "/items/pattern: look-around"),
+    *(
+        (
+            "json_schema",
+            json.dumps({"items": {"propertyNames": names, **more}}),
+            "/items/propertyNames: is not supported",
+        )
+        for names, more in (
+            ({"maxLength": 5}, {}),
+            ({"pattern": "^a"}, {}),
+            ({"type": "integer"}, {}),
+            ({"enum": ["a", 1]}, {}),
+            ({"enum": ["a", "\n"]}, {}),
+            ({"enum": ["a"], "minLength": 2}, {}),
+            ({"$ref": "#/$defs/none"}, {}),
+            (False, {}),
+            ({"enum": ["a"]}, {"patternProperties": {"b": {}}}),
+        )
+    ),
     ("json_schema", '{"$ref": "http://example.com/schema"}', "example.com"),
     ("json_schema", '{"$ref": "#/$defs/a"}', "does not exist"),
     *(

@@ -11,6 +11,7 @@ from tokenizers import Tokenizer
 from baton.constraints import grammar
 from baton.constraints.constraint import BadConstraint, Constraint
 from baton.constraints.grammar import GrammarCursor, Vocabulary
+from baton.constraints.json_patterns import FORMATS
 from tests.support.gateway.vocabularies import byte_vocabulary
 
 JSON = byte_vocabulary()
@@ -245,6 +246,54 @@ def test_no_name_with_a_control_character_passes_for_another_one(name, written):
     for text, is_good in ((json.dumps({name: 1}, ensure_ascii=False), True), (f'{{"{written}":2}}', False)):
         token_ids = ids_of(text)
         assert (grammar.cursor().num_valid(token_ids) == len(token_ids)) == is_good, text
+
+
+KEY = {"title": "Key", "type": "string", "enum": ["a", "b"]}
+
+
+@pytest.mark.parametrize(
+    ("schema", "good", "bad"),
+    [
+        ({"propertyNames": {"type": "string", "title": "N"}}, ['{"x":1}', "{}"], ['{"x":"1"}']),
+        ({"propertyNames": True}, ['{"x":1}'], ['{"x":"1"}']),
+        ({"propertyNames": KEY}, ["{}", '{"a":1,"b":2}', '{"b":2}'], ['{"x":1}', '{"a":"1"}']),
+        ({"propertyNames": {"const": "a"}, "required": ["a"]}, ['{"a":1}'], ["{}", '{"b":1}']),
+        ({"propertyNames": {"$ref": "#/$defs/K"}, "$defs": {"K": KEY}}, ['{"b":1}'], ['{"x":1}']),
+        ({"propertyNames": KEY, "properties": {"b": {"const": "c"}, "x": {}}}, ['{"a":1,"b":"c"}'], ['{"b":1}', '{"x":1}']),
+        ({"propertyNames": KEY, "additionalProperties": False}, ["{}"], ['{"a":1}']),
+    ],
+)  # fmt: skip
+def test_names_that_say_nothing_or_are_listed_are_kept_to(schema, good, bad):
+    """As zod writes its records, and pydantic the keys of a dict."""
+    schema = {"type": "object", "additionalProperties": {"type": "integer"}, **schema}
+    grammar = VOCABULARY.compile(Constraint("json_schema", json.dumps(schema)))
+    for text in (*good, *bad):
+        assert is_whole(grammar.cursor(), text) == (text in good), text
+
+
+LOOKING = "^(?!x)(?=.).*$"
+
+
+@pytest.mark.parametrize(
+    ("schema", "good", "bad"),
+    [
+        ({"format": "rhyme", "pattern": "^ab"}, ['"abc"'], ['"a"']),
+        ({"format": "uuid4"}, ['"x"'], ["1"]),
+        ({"format": "unknown", "maxLength": 1}, ['"x"'], ['"xy"']),
+        ({"format": "duration", "pattern": LOOKING}, ['"P1D"'], ['"P1"']),
+        ({"format": "date", "pattern": LOOKING, "maxLength": 10}, ['"2024-02-29"'], ['"2023-02-29"']),
+    ],
+)
+def test_a_format_that_nobody_knows_is_a_note_and_a_known_one_stands_for_a_pattern_with_look_around(schema, good, bad):
+    grammar = VOCABULARY.compile(Constraint("json_schema", json.dumps({"type": "string", **schema})))
+    for text in (*good, *bad):
+        assert is_whole(grammar.cursor(), text) == (text in good), text
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_each_format_that_is_kept_to_binds_the_text(name):
+    grammar = VOCABULARY.compile(Constraint("json_schema", json.dumps({"type": "string", "format": name})))
+    assert not is_whole(grammar.cursor(), '"(no such thing)"')
 
 
 def test_texts_have_control_characters_beside_a_map():

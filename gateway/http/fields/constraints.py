@@ -8,9 +8,16 @@ from typing import Any
 from baton.constraints.constraint import MAX_CHOICES
 from baton.service.errors import InvalidRequest
 from baton.v1 import inference_pb2 as pb
-from gateway.http.fields.kinds import STRING, TEXTS, VERBOSITY
+from gateway.http.fields.kinds import BOOLEAN, STRING, TEXTS, VERBOSITY
 from gateway.http.fields.reading import check_length, put, read_as, read_object
-from gateway.http.fields.tables import BARE_CONSTRAINTS, CONSTRAINTS, FORMAT_TYPES, FORMATS
+from gateway.http.fields.tables import (
+    BARE_CONSTRAINTS,
+    CONSTRAINTS,
+    FORMAT_TYPES,
+    FORMATS,
+    STRUCTURED_NEUTRAL,
+    Field,
+)
 
 _BACKEND = "guided_decoding_backend"  # of older vLLM: there is one
 CONSTRAINED = ("response_format", "structured_outputs", _BACKEND, *(row.name for row in BARE_CONSTRAINTS))
@@ -29,20 +36,27 @@ def read_constraint(request: pb.GenerateRequest, values: Mapping[str, Any], name
         if name in values:
             found |= read(values[name])
     found |= {row.name: values[row.name] for row in BARE_CONSTRAINTS if row.name in values}
-    if len(found) > 1:
-        first, second = (name.partition(".")[0] for name in (*found,)[:2])
-        raise InvalidRequest(second, f"is given beside {first}: send one of them")
     read_as(_BACKEND, STRING, values.get(_BACKEND, ""))
-    for row in (*FORMATS, *CONSTRAINTS, *BARE_CONSTRAINTS):
-        if row.name in found:
-            if row.kind is TEXTS:
-                check_length(row.name, found[row.name], MAX_CHOICES)
-            value = read_as(row.name, row.kind, found[row.name])
-            if must_call and row in FORMATS:
-                return
-            put(request, row.path, value)
-            names |= {row.path: row.name, ".".join(row.path.split(".")[:2]): row.name}
-            names["constraint"] = row.name.partition(".")[0]
+    asked = [
+        (row, _value(row, found[row.name])) for row in (*FORMATS, *CONSTRAINTS, *BARE_CONSTRAINTS) if row.name in found
+    ]
+    for row, value in asked:
+        field, first = row.name.partition(".")[0], asked[0][0]
+        if (row.path, value) != (first.path, asked[0][1]):
+            beside = first.name.partition(".")[0]
+            raise InvalidRequest(field, f"is given beside {beside}, which says something else: send one of them")
+    for row, value in asked[:1]:
+        if must_call and row in FORMATS:
+            return
+        put(request, row.path, value)
+        names |= {row.path: row.name, ".".join(row.path.split(".")[:2]): row.name}
+        names["constraint"] = row.name.partition(".")[0]
+
+
+def _value(row: Field, value: object) -> Any:
+    if row.kind is TEXTS:
+        check_length(row.name, value, MAX_CHOICES)
+    return read_as(row.name, row.kind, value)
 
 
 def _of_format(value: object) -> dict[str, Any]:
@@ -103,7 +117,11 @@ def _kind(where: str, fields: Mapping[str, Any]) -> str:
 
 def _of_vllm(value: object) -> dict[str, Any]:
     known = [row.name.partition(".")[2] for row in CONSTRAINTS]
-    fields = _read_object("structured_outputs", value, set(known))
+    fields = _read_object("structured_outputs", value, {*known, *STRUCTURED_NEUTRAL})
+    for name in fields.keys() & STRUCTURED_NEUTRAL.keys():
+        where = f"structured_outputs.{name}"
+        if read_as(where, BOOLEAN, fields.pop(name)) not in STRUCTURED_NEUTRAL[name]:
+            raise InvalidRequest(where, "is not supported here")
     if len(fields) != 1:
         raise InvalidRequest("structured_outputs", f"must have one of {', '.join(known)}")
     return {f"structured_outputs.{name}": each for name, each in fields.items()}

@@ -198,6 +198,11 @@ RESPONSE_NEUTRAL: Mapping[str, tuple] = {
     "store": _STORE,
     "truncation": ("disabled",),
 }
+STRUCTURED_NEUTRAL: Mapping[str, tuple] = {  # of structured_outputs: there is one backend
+    "disable_fallback": (False, True),
+    "disable_any_whitespace": (False,),
+    "disable_additional_properties": (False,),
+}
 INPUT_NEUTRAL = {name: RESPONSE_NEUTRAL[name] for name in ("conversation", "previous_response_id", "truncation")}
 TOKENIZE_NEUTRAL: Mapping[str, tuple] = {"return_token_strs": (False,)}
 COMPLETION_NEUTRAL: Mapping[str, tuple] = {**_NEUTRAL, "add_special_tokens": (True,)}

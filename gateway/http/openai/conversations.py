@@ -30,7 +30,8 @@ CONVERSATION = (
 )  # fmt: skip
 _REASONING = ("reasoning", "reasoning_content")
 # `parsed`, and `parsed_arguments` of a call, are what OpenAI's clients make of an answer, and repeat it.
-_MESSAGE = {"role", "name", "content", "parsed", "tool_calls", "tool_call_id", *_REASONING}
+_MESSAGE = {"role", "name", "content", "parsed", "tool_calls", "tool_call_id", "type", *_REASONING}
+TYPES = ("text", "message")  # lm-evaluation-harness writes the first, and a response's items have the other
 _RESULT = {*_MESSAGE, "id", "extra"}  # Qwen-Agent's words for the id of the call, and for notes of its own
 _MAY_BE_EMPTY = ("assistant", "tool")  # programs in Go leave out a text that is
 # Of an answer's message, which OpenAI's agents for Node repeat in the part that is its text.
@@ -69,6 +70,8 @@ def _message(where: str, message: object) -> pb.Message:
     is_result = isinstance(message, dict) and message.get("role") == "tool"
     fields = read_object(where, message, _RESULT if is_result else _MESSAGE)
     read_as(f"{where}.extra", OBJECT, fields.get("extra", {}))
+    if fields.get("type", TYPES[0]) not in TYPES:
+        raise InvalidRequest(f"{where}.type", 'must be "text" or "message"')
     own_id = read_as(f"{where}.id", STRING, fields.get("id", ""))
     role, content = fields.get("role"), fields.get("content")
     parts = content if role == "assistant" and isinstance(content, list) else []

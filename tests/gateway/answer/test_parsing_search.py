@@ -79,8 +79,33 @@ async def test_those_that_are_too_large_together_are_all_given_up(search):
 
 
 async def test_a_strict_one_is_refused_whatever_the_others_are(search):
-    with pytest.raises(InvalidRequest, match="messages.tools"):
+    with pytest.raises(InvalidRequest, match=r"messages.tools\[1\].parameters: Unsatisfiable schema"):
         await grammar(search, IMPOSSIBLE, IMPOSSIBLE, GOOD, strict_tools=("t1",))
+
+
+@pytest.mark.parametrize(
+    ("schema", "told"),
+    [
+        ({"type": "array", "uniqueItems": True}, "/properties/a/properties/b/uniqueItems: is not supported"),
+        (
+            {"type": "array", "items": {"pattern": "(?=a)b"}},
+            "/properties/a/properties/b/items/pattern: look-around is not supported",
+        ),
+    ],
+)
+async def test_an_error_of_a_strict_one_says_which_and_where(search, schema, told):
+    """In places of the grammar that nobody has seen it did: at 1(31)."""
+    bad = {"properties": {"a": {"type": "object", "properties": {"b": schema}}}}
+    for others in ({}, {"strict_tools": ("t0", "t1", "t2")}):
+        with pytest.raises(InvalidRequest) as caught:
+            await grammar(search, GOOD, GOOD, bad, **{"strict_tools": ("t2",), **others})
+        assert str(caught.value).startswith(f"messages.tools[2].parameters: {told}")
+
+
+async def test_strict_ones_that_are_too_much_together_are_told_of_together(search):
+    large = {"properties": {"x" * 40_000: {}}}
+    with pytest.raises(InvalidRequest, match="messages.tools:|messages.tools have"):
+        await grammar(search, large, large, large, large, strict_tools=("t0", "t1", "t2", "t3"))
 
 
 @pytest.mark.parametrize("search", ["pythonic"], indirect=True)

@@ -505,6 +505,10 @@ def test_a_reference_within_an_argument_leads_to_a_part_of_the_tools_schema(name
         ({"properties": {"a": {"not": {"const": "x"}}}}, "find: 'a' has not,"),
         ({"properties": {"a": STRING | {"maxLength": "3}"}}}, "find: 'a' has a minLength or maxLength"),
         ({"properties": {"a": STRING | {"pattern": 3}}}, "find: 'a' has a pattern that is no text"),
+        (
+            {"properties": {"a": STRING | {"pattern": "(?=b)b", "format": "date"}}},
+            "find: 'a' has a pattern with look-around",
+        ),
         ({"properties": {"a": STRING | {"enum": [1]}}}, "find: 'a' has a schema that no text keeps to"),
         ({"properties": {"a": {"$ref": "#/$defs/none"}}}, r"find: 'a' has a \$ref that names nothing"),
         ({"properties": {"a": {"$ref": "#/properties/a"}}}, "find: 'a' has references or alternatives more than"),

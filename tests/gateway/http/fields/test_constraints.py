@@ -107,10 +107,33 @@ def test_a_schema_may_come_as_its_text():
     assert asked.requests[0].constraint.json_schema == '{"type": "null"}'
 
 
+def test_what_turns_nothing_off_may_stand_there():
+    """What vLLM calls its fallback there is not."""
+    neutral = {"disable_fallback": True, "disable_any_whitespace": False, "disable_additional_properties": False}
+    asked = read_chat({**PLAIN, "structured_outputs": {"regex": "[a-c]+", **neutral}})
+    assert asked.requests[0].constraint == pb.Constraint(regex="[a-c]+")
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"structured_outputs": {"grammar": 'start: "a"'}, "guided_grammar": 'start: "a"'},
+        {"structured_outputs": {"choice": ["a", "b"]}, "guided_choice": ["a", "b"]},
+        {"response_format": {"type": "json_schema", "schema": SCHEMA}, "guided_json": SCHEMA, "json_schema": SCHEMA},
+    ],
+    ids=str,
+)
+def test_one_may_come_under_several_names(body):
+    """As guidance sends each grammar to vLLM: under its old name and its new one."""
+    first, *_ = body
+    both, one = (read_chat({**PLAIN, **each}) for each in (body, {first: body[first]}))
+    assert both.requests[0].constraint == one.requests[0].constraint and both.names == one.names
+
+
 def test_a_format_of_a_message_has_one_of_its_two_names():
     form = {"type": "json_schema", "schema": SCHEMA}
     for body, field in (
-        ({"output_format": form, "output_config": {"format": form}}, "output_format"),
+        ({"output_format": {**form, "schema": {}}, "output_config": {"format": form}}, "output_format"),
         ({"output_format": {"type": "json_object"}}, "output_format.type"),
         ({"output_format": {"type": "json_schema"}}, "output_format.schema"),
     ):
@@ -155,7 +178,14 @@ def test_a_format_of_a_message_has_one_of_its_two_names():
         ({"structured_outputs": {"choice": ["yes", 1]}}, "structured_outputs.choice"),
         ({"structured_outputs": {"grammar": "\ud800"}}, "structured_outputs.grammar"),
         ({"response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}}, "structured_outputs"),
-        ({"structured_outputs": {"regex": "a"}, "guided_regex": "a"}, "guided_regex"),
+        ({"structured_outputs": {"regex": "a"}, "guided_regex": "b"}, "guided_regex"),
+        ({"structured_outputs": {"regex": "a"}, "guided_choice": ["a"]}, "guided_choice"),
+        (
+            {"structured_outputs": {"regex": "a", "disable_any_whitespace": True}},
+            "structured_outputs.disable_any_whitespace",
+        ),
+        ({"structured_outputs": {"regex": "a", "disable_fallback": 0}}, "structured_outputs.disable_fallback"),
+        ({"structured_outputs": {"disable_fallback": True}}, "structured_outputs"),
         ({"grammar": 'start: "a"', "json_schema": {}}, "grammar"),
         ({"guided_json": 7}, "guided_json"),
         ({"guided_choice": "yes"}, "guided_choice"),

@@ -25,6 +25,18 @@ def test_a_message_may_have_a_name(role):
     assert told.messages == plain.messages
 
 
+@pytest.mark.parametrize("kind", ["text", "message"])
+def test_a_message_may_have_a_type(kind):
+    """As lm-evaluation-harness sends each, up to 0.4.11."""
+    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "there"}]
+    typed, plain = (
+        read_chat({"messages": said}).requests[0] for said in ([{**each, "type": kind} for each in messages], messages)
+    )
+    assert typed.messages == plain.messages
+    with pytest.raises(InvalidRequest, match=r"messages\[0\].type: must be \"text\" or \"message\""):
+        read_chat({"messages": [{**messages[0], "type": "image"}]})
+
+
 def test_a_system_message_of_anthropic_s_stands_in_its_place():
     said = [{"role": "user", "content": "hi"}, {"role": "system", "content": [{"type": "text", "text": "be short"}]}]
     (request,) = read_messages({"messages": said, "max_tokens": 1}).requests
