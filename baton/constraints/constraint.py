@@ -17,6 +17,7 @@ MAX_TOKEN_IDS = 1 << 20  # of a vocabulary: each is a place in it, also those th
 MAX_DEPTH = 64  # of brackets in brackets
 _PAIRS = {")": "(", "]": "[", "}": "{"}
 _DIRECTIVES = ("%import", "%ignore", "%declare")
+_NO_OPTIONS = "%llguidance {}"  # how guidance begins each grammar
 
 
 class BadConstraint(ValueError):
@@ -135,5 +136,5 @@ def _check_depth(text: str) -> None:
 def _check_directives(text: str) -> None:
     for number, line in enumerate(text.splitlines(), 1):
         found = re.match(r"\s*(%\w*)", line)
-        if found and found[1] not in _DIRECTIVES:
+        if found and found[1] not in _DIRECTIVES and line.strip() != _NO_OPTIONS:
             raise BadConstraint(f"line {number}", f"{found[1][:40]} is not supported, only {', '.join(_DIRECTIVES)}")

@@ -51,6 +51,7 @@ GOOD = [
     Constraint("choice", json.dumps(["yes", 'no "really"\n', "größe", "a\x7f\x9f ({"])),
     Constraint("grammar", 'start: greeting " " NAME\ngreeting: "hello" | "bye"\nNAME: /[a-z]+/'),
     Constraint("grammar", "%import common.INT\nstart: INT"),
+    Constraint("grammar", '%llguidance {}\n\nstart: a\na[capture, max_tokens=6]: A\nA: "x"'),  # as guidance writes it
     Constraint("grammar", "%import\tcommon.INT\nstart: INT\n%ignore/ /"),
 ]
 # What is wrong -> a word of the message.
@@ -189,6 +190,7 @@ BAD = [
     ("grammar", 'begin: "a"', "start"),
     ("grammar", 'start: "a', "lexer error"),
     ("grammar", 'start: "a"\n%json {"type": "object"}', "line 2: %json is not supported"),
+    ("grammar", '%llguidance {"no_forcing": true}\nstart: "a"', "line 1: %llguidance is not supported"),
 ]
 
 
