@@ -114,16 +114,16 @@ BAD_WORD = pb.Tool(name="find", parameters='{"properties": {"class": {}}}', stri
 BAD_SHAPE = pb.Tool(name="find", parameters='{"properties": 5}', strict=True)
 UNKEPT = [
     ("hermes", (BAD_TOOL,), "messages.tools[0].parameters"),
-    ("hermes", (BAD_SHAPE,), "messages.tools"),
+    ("hermes", (BAD_SHAPE,), "messages.tools[0].parameters"),
     ("qwen-xml", (BAD_TYPE,), "messages.tools[0].parameters"),
-    ("qwen-xml", (BAD_KEY,), "messages.tools"),
+    ("qwen-xml", (BAD_KEY,), "messages.tools[0].parameters"),
     ("qwen-xml", (pb.Tool(name="a", parameters="{}"), BAD_TOOL), "messages.tools[1].parameters"),
     ("qwen-xml", (BAD_ENUM,), "messages.tools[0].parameters"),
     ("pythonic", (BAD_WORD,), "messages.tools"),
 ]
 REFUSED = [
     *((parser, asked(*tools, tool_name="find"), field) for parser, tools, field in UNKEPT),
-    ("hermes", asked(FAR_REFERENCE, tool_name="find"), "messages.tools"),
+    ("hermes", asked(FAR_REFERENCE, tool_name="find"), "messages.tools[0].parameters"),
     ("pythonic", asked(BAD_NAME, tool_name="find-it"), "messages.tools[0].name"),
     ("think", asked(*TOOLS, tool_name="find"), "messages.tool_choice"),
     ("none", asked(*TOOLS, tool_name="find"), "messages.tool_choice"),

@@ -169,4 +169,4 @@ async def test_a_schema_that_cannot_be_kept_to_is_an_error_of_a_strict_tool_alon
                 assert word in spec.constraint.grammar
             with pytest.raises(openai.BadRequestError, match="uniqueItems|nsatisfiable") as error:
                 await client.chat.completions.create(**{**asked, "tools": [tool(schema, strict=True)]})
-            assert error.value.param == "tools"
+            assert error.value.param == "tools[0].parameters"
