@@ -2,6 +2,6 @@
 
 import os
 
-# For each connection or call that it refuses gRPC's library writes an error to stderr: any caller that reaches a port
-# could fill the log. It reads this when it is imported.
+# gRPC's library writes an error to stderr for each connection or call that it refuses, so any caller that reaches a
+# port could fill the log. The library reads this variable when it is imported.
 os.environ.setdefault("GRPC_VERBOSITY", "NONE")

@@ -1,5 +1,5 @@
-"""Subcommands, and values of their arguments, checked as they are read: argparse says which one is wrong, and ends with
-2."""
+"""Subcommands and values of their arguments. Values are checked as argparse reads them, so it names the wrong one and
+exits with status 2."""
 
 import argparse
 import math
@@ -14,7 +14,7 @@ def add_command(
     examples: str,
     usage: str | None = None,
 ) -> argparse.ArgumentParser:
-    """Return the parser of the subcommand `name`. Its help closes with `examples`, one a line."""
+    """Return the parser of the subcommand `name`. Its help ends with `examples`, one a line."""
     return subparsers.add_parser(
         name,
         help=summary,
@@ -30,7 +30,7 @@ _EXAMPLES = "examples:\n"
 
 
 class _Formatter(argparse.HelpFormatter):
-    """Wraps all but examples, which are there to be copied."""
+    """Wrap all text except the examples, which users copy."""
 
     def __init__(self, prog: str, width: int | None = None) -> None:
         super().__init__(prog, max_help_position=28, width=width)
@@ -40,17 +40,17 @@ class _Formatter(argparse.HelpFormatter):
 
 
 def positive(text: str) -> float:
-    """A number above 0."""
+    """Parse a number above 0."""
     return _above_zero(float, "a number", text)
 
 
 def whole(text: str) -> int:
-    """A whole number, at least 1."""
+    """Parse a whole number, at least 1."""
     return _above_zero(int, "a whole number", text)
 
 
 def port(text: str) -> int:
-    """A port, from 1 to 65535."""
+    """Parse a port, from 1 to 65535."""
     value = whole(text)
     if value > 65535:
         raise argparse.ArgumentTypeError(f"{text!r} is not a port: must be from 1 to 65535")

@@ -1,4 +1,4 @@
-"""Between protobuf and plain values: what gateway and worker both need."""
+"""Conversions between protobuf and plain values that gateways and workers share."""
 
 import time
 
@@ -8,7 +8,7 @@ _MAX_BUDGET_MS = (1 << 32) - 1
 
 
 def key_from_proto(key: pb.Key) -> tuple[str, int]:
-    """(request_id, attempt)."""
+    """Return the key of a message: (request_id, attempt)."""
     return key.request_id, key.attempt
 
 
@@ -18,12 +18,12 @@ def key_to_proto(key: tuple[str, int]) -> pb.Key:
 
 
 def budget_ms(deadline: float) -> int:
-    """Milliseconds left until `deadline` (time.monotonic()), 0 when it has passed. Only durations cross a process
-    border: clocks differ."""
+    """Return the milliseconds left until `deadline` (monotonic), 0 once it has passed. Processes send one another
+    durations only, since their clocks differ."""
     left_s = deadline - time.monotonic()
     return max(0, min(_MAX_BUDGET_MS, int(left_s * 1000))) if left_s < _MAX_BUDGET_MS / 1000 else _MAX_BUDGET_MS
 
 
 def deadline_of(budget_ms: int) -> float:
-    """The deadline on this process's monotonic clock for a budget received now."""
+    """Return the deadline (monotonic) of a budget that is received now."""
     return time.monotonic() + budget_ms / 1000

@@ -1,4 +1,4 @@
-"""One map from what went wrong to what the caller sees: a gRPC status with google.rpc details, and back."""
+"""Map errors to what the caller sees, a gRPC status with google.rpc details, and back."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from google.rpc import code_pb2, error_details_pb2, status_pb2
 
 DOMAIN = "baton"
 _DETAILS_KEY = "grpc-status-details-bin"
-_PUSHBACK_KEY = "grpc-retry-pushback-ms"  # what retries of gRPC itself read, which know no RetryInfo
+_PUSHBACK_KEY = "grpc-retry-pushback-ms"  # read by gRPC's own retries, which do not know RetryInfo
 _NO_RETRY = "-1"
-# In UTF-8. Clients take 8 KiB of metadata: percent-encoding makes three of a byte, and the details have it once or
-# twice more, in base64.
+# In UTF-8. Clients accept 8 KiB of metadata; percent-encoding turns a byte into three, and the details hold the message
+# once or twice more, in base64.
 _MAX_MESSAGE_BYTES = 1000
 
 
 class BatonError(Exception):
-    """An ending that a caller sees. `reason` is UPPER_SNAKE and stable; `message` is one line for people; `request_id`
-    is set once it is known which request it ends."""
+    """An error that ends a call. `reason` is UPPER_SNAKE and stable; `message` is one line for people; `request_id` is
+    set as soon as the request is known."""
 
     code = grpc.StatusCode.INTERNAL
     reason = "INTERNAL"
@@ -43,7 +43,7 @@ class BatonError(Exception):
 
 
 class InvalidRequest(BatonError):
-    """A field of the request is not acceptable; it never will be."""
+    """A field of the request is not acceptable; sending it again cannot help."""
 
     code, reason = grpc.StatusCode.INVALID_ARGUMENT, "INVALID_REQUEST"
 
@@ -52,8 +52,8 @@ class InvalidRequest(BatonError):
 
 
 class ContextLengthExceeded(InvalidRequest):
-    """A prompt is too long, by itself or with max_tokens behind it. Clients shorten what they send where they read this
-    reason, or in the message what OpenAI's API says ("maximum context length") or Anthropic's ("prompt is too long: 9
+    """A prompt is too long, alone or together with max_tokens. Clients shorten their prompt when they read this reason,
+    or when the message has the words of OpenAI's API ("maximum context length") or Anthropic's ("prompt is too long: 9
     tokens > 8")."""
 
     reason = "CONTEXT_LENGTH_EXCEEDED"
@@ -70,7 +70,7 @@ class Unauthenticated(BatonError):
 
 
 class PermissionDenied(BatonError):
-    """The caller is known and may not do this."""
+    """The caller is known and has no right to do this."""
 
     code, reason = grpc.StatusCode.PERMISSION_DENIED, "PERMISSION_DENIED"
 
@@ -80,7 +80,7 @@ class AlreadyExists(BatonError):
 
 
 class Overloaded(BatonError):
-    """Not now: come back after `retry_after_s`."""
+    """The server is overloaded; the caller may try again after `retry_after_s`."""
 
     code, reason = grpc.StatusCode.RESOURCE_EXHAUSTED, "OVERLOADED"
 
@@ -96,7 +96,7 @@ class Unavailable(BatonError):
 
 
 class NoWorker(Unavailable):
-    """No worker that could serve this is there; one may be in a moment."""
+    """No worker can serve this request now; one may be back soon."""
 
     reason = "NO_WORKER"
 
@@ -113,7 +113,7 @@ class Cancelled(BatonError):
 
 
 class FailedPrecondition(BatonError):
-    """This model, worker or gateway cannot do that as it was started; trying again changes nothing."""
+    """This model, worker or gateway cannot do that with the settings it was started with; a retry cannot help."""
 
     code, reason = grpc.StatusCode.FAILED_PRECONDITION, "FAILED_PRECONDITION"
 
@@ -123,7 +123,7 @@ class DataLoss(BatonError):
 
 
 class Internal(BatonError):
-    """A bug of ours."""
+    """A bug in Baton."""
 
 
 _CLASSES: dict[grpc.StatusCode, type[BatonError]] = {
@@ -146,8 +146,9 @@ _CLASSES: dict[grpc.StatusCode, type[BatonError]] = {
 
 
 async def abort(context: grpc.aio.ServicerContext, error: BatonError) -> NoReturn:
-    """End the call with the error's code and google.rpc details (ErrorInfo, RequestInfo, BadRequest, RetryInfo), and
-    with the delay where gRPC itself looks for it: there a refusal without one says that it must not be sent again."""
+    """End the call with the error's code and google.rpc details (ErrorInfo, RequestInfo, BadRequest, RetryInfo). The
+    retry delay is also set in the metadata that gRPC's own retries read; for RESOURCE_EXHAUSTED without a delay it
+    forbids them."""
     status = to_status(error)
     metadata: list[tuple[str, str | bytes]] = [(_DETAILS_KEY, status.SerializeToString())]
     if error.retry_after_s is not None:
@@ -159,7 +160,7 @@ async def abort(context: grpc.aio.ServicerContext, error: BatonError) -> NoRetur
 
 
 def to_status(error: BatonError) -> status_pb2.Status:
-    """The google.rpc.Status that says the same."""
+    """Return the google.rpc.Status of an error."""
     status = status_pb2.Status(code=error.code.value[0], message=_shortened(error.message))
     status.details.add().Pack(error_details_pb2.ErrorInfo(reason=error.reason, domain=DOMAIN))
     if error.request_id:
@@ -186,7 +187,7 @@ def from_code(
     reason: str | None = None,
     field: str | None = None,
 ) -> BatonError:
-    """A BatonError of the class that belongs to `code` (a StatusCode or a google.rpc.Code number)."""
+    """Return a BatonError of the class for `code` (a StatusCode or a google.rpc.Code number)."""
     if isinstance(code, int):
         known = code in code_pb2.Code.values() and code != code_pb2.OK
         code = grpc.StatusCode[code_pb2.Code.Name(code)] if known else grpc.StatusCode.INTERNAL

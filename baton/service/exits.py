@@ -1,4 +1,4 @@
-"""How a program ends: its exit statuses, and what it says on stderr."""
+"""Exit statuses of a program, and its last line on stderr."""
 
 import sys
 
@@ -6,6 +6,6 @@ FAILED, WRONG_USE = 1, 2
 
 
 def fail(program: str, reason: object, status: int) -> int:
-    """Say on stderr why `program` ends, and return `status`."""
+    """Print on stderr why `program` ends, and return `status`."""
     print(f"{program}: {reason}", file=sys.stderr)
     return status

@@ -1,11 +1,11 @@
-"""Files that are read again when they have changed."""
+"""Detect that a file has changed and must be read again."""
 
 from pathlib import Path
 
 
 def file_stamp(path: Path) -> tuple[int, ...] | None:
-    """Return a value that changes with the file; None: there is no file. One that is replaced within a tick of the
-    clock is another file still."""
+    """Return a value that changes with the file; None if there is no file. The value includes the inode, so it also
+    differs for a file that is replaced within one tick of the clock."""
     try:
         found = path.stat()
     except OSError:

@@ -1,5 +1,5 @@
-"""Logs: one line an event on stderr, `2026-11-30T18:10:48.556+01:00 role level message key=value`. Prompts and token
-ids never go in."""
+"""Logs: one line per event on stderr, `2026-11-30T18:10:48.556+01:00 role level message key=value`. They never hold
+prompts or token ids."""
 
 import logging
 import os
@@ -7,7 +7,8 @@ import sys
 import time
 from datetime import datetime
 
-# In a process's environment, what who keeps it calls it: a role says too little where several of it write one log.
+# The environment variable by which a process's keeper names it: the role does not identify a line when several
+# processes of one role write to one log.
 NAME_VARIABLE = "BATON_PROCESS_NAME"
 
 _MAX_VALUE_CHARS = 1000
@@ -17,13 +18,13 @@ _LEVELS = ("debug", "info", "warning", "error")
 
 
 def setup(role: str, level: str = "info") -> None:
-    """Send the logs of this process to stderr, under its name if it has one, else its role. Raises ValueError for an
-    unknown level."""
+    """Send the logs of this process to stderr, under the name in NAME_VARIABLE if it is set, else under `role`. Raises
+    ValueError for an unknown level."""
     if level not in _LEVELS:
         raise ValueError(f"unknown log level {level!r}; one of {', '.join(_LEVELS)}")
     handler = _Handler(sys.stderr)
     handler.setFormatter(_OneLine(os.environ.get(NAME_VARIABLE) or role))
-    handler.addFilter(_OnceAMinute("opentelemetry"))  # it says every few seconds that a collector is away
+    handler.addFilter(_OnceAMinute("opentelemetry"))  # it repeats every few seconds that a collector cannot be reached
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(level.upper())
@@ -31,23 +32,25 @@ def setup(role: str, level: str = "info") -> None:
 
 
 def _is_news(record: logging.LogRecord) -> bool:
-    """Drop what gRPC logs, with a traceback, when a caller left just before its answer: it is no error."""
+    """Return whether a record is worth logging. gRPC logs a traceback when a caller left just before its answer, which
+    is no error."""
     return not record.getMessage().startswith("ExecuteBatchError raised in core")
 
 
 def num_lost() -> int:
-    """Count lines that could not be written: the disk is full, or the reader is gone."""
+    """Return the number of lines that could not be written, because the disk is full or the reader is gone."""
     return _Handler.num_lost
 
 
 def fields(**values: object) -> str:
-    """`key=value key=value`. Values come from anywhere: with spaces or quotes they are quoted, what does not print
-    is escaped, and beyond 1,000 characters they are cut."""
+    """Return `key=value key=value`. Values come from anywhere, so a value with spaces or quotes is quoted, characters
+    that do not print are escaped, and a value is cut after 1,000 characters."""
     return " ".join(f"{key}={_quoted(value)}" for key, value in values.items())
 
 
 class _OnceAMinute(logging.Filter):
-    """Let one line a minute through of a library, with the number of those that were left out since the last."""
+    """Let one line of a library through each minute, with the number of lines that were dropped since the previous
+    one."""
 
     def __init__(self, library: str):
         super().__init__(library)
@@ -55,7 +58,7 @@ class _OnceAMinute(logging.Filter):
 
     def filter(self, record: logging.LogRecord) -> bool:
         if not super().filter(record):
-            return True  # of others
+            return True  # a record of another library
         if (at := time.monotonic()) - self._last_at < _QUIET_S:
             self._num_left_out += 1
             return False
@@ -69,7 +72,7 @@ class _Handler(logging.StreamHandler):
     num_lost = 0
 
     def handleError(self, record: logging.LogRecord) -> None:
-        """The standard one would write a traceback to the same full disk."""
+        """Count a line that the disk refused. The standard handler would write a traceback to the same full disk."""
         if isinstance(sys.exc_info()[1], OSError):
             _Handler.num_lost += 1
         else:
@@ -81,7 +84,7 @@ class _OneLine(logging.Formatter):
         super().__init__(f"%(asctime)s {name.replace('%', '%%')} %(levelname)s %(message)s")
 
     def formatTime(self, record: logging.LogRecord, datefmt: str | None = None) -> str:
-        """Local, with its offset: hosts may have clocks of several zones."""
+        """Return local time with its UTC offset, since hosts may be in several time zones."""
         return datetime.fromtimestamp(record.created).astimezone().isoformat(timespec="milliseconds")
 
     def format(self, record: logging.LogRecord) -> str:
@@ -99,8 +102,8 @@ def _quoted(value: object) -> str:
 
 
 def printable(text: str) -> str:
-    """The same on one line, what does not print escaped: nothing in it ends a line, colours a terminal or turns the
-    direction of what follows."""
+    """Return the text on one line with every character that does not print escaped: nothing in it can end a line,
+    colour a terminal or reverse the direction of the text that follows."""
     if text.isprintable():
         return text
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)

@@ -11,7 +11,7 @@ QUIET_S = 1.0
 
 @contextmanager
 def phase(who: str, what: str, quiet_s: float = QUIET_S) -> Iterator[None]:
-    """Says so once it has taken `quiet_s`."""
+    """Print the phase once the block has taken `quiet_s`."""
     timer = threading.Timer(quiet_s, print, (f"{PREFIX}{who}: {what}",), {"file": sys.stderr, "flush": True})
     timer.daemon = True
     timer.start()

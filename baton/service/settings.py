@@ -1,9 +1,9 @@
-"""Settings of a process: file < environment < flags, into a frozen dataclass. Every source is checked alike.
+"""Settings of a process, loaded into a frozen dataclass: flags override the environment, which overrides the file. All
+three are checked alike.
 
 A field `block_size` is `block_size = 32` in the TOML file, BATON_BLOCK_SIZE in the environment and `--block-size` as a
 flag. Fields are str, int, float, bool, Path, tuple[str, ...] (commas between), or one of these or None. The fields of a
-nested dataclass count as the class's own: `engine.block_size` is `--block-size` too.
-"""
+nested dataclass count as the class's own: `engine.block_size` is `--block-size` too."""
 
 from __future__ import annotations
 
@@ -26,28 +26,28 @@ T = TypeVar("T")
 
 
 class SettingsError(Exception):
-    """One line that names the setting and what to do; the process exits with status 2."""
+    """An invalid setting: one line that names the setting and what to do. The process exits with status 2."""
 
 
 def option(help: str, default: Any = dataclasses.MISSING, *, choices: tuple[str, ...] = (), metavar: str = "") -> Any:
-    """A field of a settings class; without a default it must be given. `choices` are the values it may have."""
+    """Declare a field of a settings class; without a default it must be given. `choices` are the values it may have."""
     return dataclasses.field(default=default, metadata={"help": help, "choices": choices, "metavar": metavar})
 
 
 def make_parser(prog: str, description: str) -> argparse.ArgumentParser:
-    """A parser with --help and --version that accepts no abbreviated flags; wrong use exits with status 2."""
+    """Return a parser with --help and --version that accepts no abbreviated flags; wrong use exits with status 2."""
     parser = argparse.ArgumentParser(prog=prog, description=description, allow_abbrev=False)
     add_version(parser)
     return parser
 
 
 def add_version(parser: argparse.ArgumentParser) -> None:
-    """`--version` of the installed package."""
+    """Add `--version`, which prints the version of the installed package."""
     parser.add_argument("--version", action="version", version=f"baton {installed_version()}")
 
 
 def installed_version() -> str:
-    """Return the number of the installed package."""
+    """Return the version of the installed package."""
     try:
         return importlib.metadata.version("baton-llm")
     except importlib.metadata.PackageNotFoundError:
@@ -65,8 +65,9 @@ def add_flags(
     names_variable: bool = False,
     defaults: Mapping[str, object] | None = None,
 ) -> None:
-    """Add a flag for each field of `cls` but `skip`, `--PREFIXfield-name`; what is not given leaves no trace in the
-    namespace. `hidden` flags, or all but those of `shown`, are not in the help. `defaults`: the command's own."""
+    """Add a flag `--PREFIXfield-name` for each field of `cls` except `skip`; a flag that is not given is absent from
+    the namespace. `hidden` hides all flags from the help, `shown` all but the named ones. `defaults` are the command's
+    own."""
     for field, kind in flat_fields(cls).values():
         if field.name in skip:
             continue
@@ -96,7 +97,7 @@ def load_settings(
     file: Path | str | None = None,
     defaults: Mapping[str, object] | None = None,
 ) -> T:
-    """Build `cls` from `defaults` (a role's own) < `file` (TOML) < `env` < `flags`. Raises SettingsError."""
+    """Build `cls` from `defaults` (the role's own) < `file` (TOML) < `env` < `flags`. Raises SettingsError."""
     sourced = sourced_settings(cls, flags, env, file, defaults)
     for field, _ in flat_fields(cls).values():
         if field.name not in sourced and field.default is dataclasses.MISSING:
@@ -121,7 +122,7 @@ def sourced_settings(
     file: Path | str | None = None,
     defaults: Mapping[str, object] | None = None,
 ) -> dict[str, Sourced]:
-    """Return what is set, by field; what is not has its field's default. Raises SettingsError."""
+    """Return the values that are set, by field; other fields keep their defaults. Raises SettingsError."""
     sourced = {name: Sourced(value, "default of the role") for name, value in (defaults or {}).items()}
     if file is not None:
         sourced |= from_table(cls, read_table(file), file)
@@ -131,7 +132,7 @@ def sourced_settings(
 
 
 def name_sources(message: str, sourced: Mapping[str, Sourced]) -> str:
-    """Add to an error that names flags where those were set that were not given as flags."""
+    """Append to an error message that names flags where their values were set, if not by a flag."""
     named = [name for name in sourced if re.search(rf"{_flag(name)}(?![\w-])", message)]
     sources = [
         f"{_flag(name)} is set by {sourced[name].source}" for name in named if sourced[name].source != _flag(name)
@@ -141,7 +142,8 @@ def name_sources(message: str, sourced: Mapping[str, Sourced]) -> str:
 
 def make_settings(cls: type[T], values: Mapping[str, object]) -> T:
     """Build `cls`, and the dataclasses nested in it, from flat values. Raises ValueError that names a flag."""
-    own = {name: value for name, value in values.items() if name not in flat_fields(cls)}  # unknown to all: a TypeError
+    # names that no class knows: a TypeError
+    own = {name: value for name, value in values.items() if name not in flat_fields(cls)}
     for field, kind in _own_fields(cls):
         if _is_nested(kind):
             own[field.name] = _nested(kind, values)
@@ -151,7 +153,8 @@ def make_settings(cls: type[T], values: Mapping[str, object]) -> T:
 
 
 def _nested(cls: type[T], values: Mapping[str, object]) -> T:
-    """A nested class speaks of fields, for those who embed it without a command line."""
+    """Build a nested class. Its errors name fields, for users that embed it without a command line, so they are turned
+    into flags here."""
     names = flat_fields(cls)
     try:
         return make_settings(cls, {name: value for name, value in values.items() if name in names})
@@ -160,7 +163,7 @@ def _nested(cls: type[T], values: Mapping[str, object]) -> T:
 
 
 def given(cls: type, flags: argparse.Namespace | Mapping[str, object], prefix: str = "") -> dict[str, object]:
-    """The fields of `cls` that were given as flags, parsed. Raises SettingsError."""
+    """Return the parsed values of the fields of `cls` that were given as flags. Raises SettingsError."""
     flags = vars(flags) if isinstance(flags, argparse.Namespace) else flags
     return {
         name: _parse(field, kind, flags[prefix + name], _flag(prefix + name))
@@ -170,8 +173,8 @@ def given(cls: type, flags: argparse.Namespace | Mapping[str, object], prefix: s
 
 
 def to_argv(cls: type, values: Mapping[str, object]) -> list[str]:
-    """Flags that say `values` (fields of `cls`) to another process. A number that is None is `auto`, as its variable
-    may say otherwise there; another None is left out."""
+    """Return flags that pass `values` (fields of `cls`) to another process. None is passed as `auto` for a number,
+    since the other process's environment may set it, and left out for other types."""
     argv = []
     for name, (field, kind) in flat_fields(cls).items():
         value = values.get(name)
@@ -185,7 +188,7 @@ def to_argv(cls: type, values: Mapping[str, object]) -> list[str]:
 
 
 def read_table(file: Path | str) -> dict[str, Any]:
-    """Return a TOML file's content. Raises SettingsError."""
+    """Return the content of a TOML file. Raises SettingsError."""
     try:
         return tomllib.loads(Path(file).read_text(encoding="utf-8-sig"))
     except OSError as error:
@@ -201,8 +204,8 @@ def from_table(
     skip: Collection[str] = (),
     beside: Collection[str] = (),
 ) -> dict[str, Sourced]:
-    """Return the fields of `cls` but `skip` that a table of a TOML file sets; `where` names it, `beside` are names that
-    it may have too. Raises SettingsError."""
+    """Return the fields of `cls` except `skip` that a table of a TOML file sets. `where` names the table in errors;
+    `beside` lists other names that errors may suggest. Raises SettingsError."""
     fields = {name: field for name, field in flat_fields(cls).items() if name not in skip}
     values = {}
     for key, value in table.items():
@@ -216,7 +219,8 @@ def from_table(
 
 
 def _from_env(cls: type, env: Mapping[str, str]) -> dict[str, object]:
-    """The environment is shared by processes of several roles, so a name that resembles none of ours is not ours."""
+    """Return the settings in the environment. Processes of several roles share it, so a name that resembles none of our
+    fields is ignored."""
     fields, values = flat_fields(cls), {}
     for key in sorted(env):
         if not key.startswith(_ENV):
@@ -231,7 +235,8 @@ def _from_env(cls: type, env: Mapping[str, str]) -> dict[str, object]:
 
 
 def is_in_environment(name: str, env: Mapping[str, str] | None = None) -> bool:
-    """Return whether the variable of a field is set. An empty one is not, as where a compose file says `${NAME:-}`."""
+    """Return whether the variable of a field is set. An empty variable is not, since compose files write
+    `${NAME:-}`."""
     return bool((os.environ if env is None else env).get(variable(name)))
 
 
@@ -241,7 +246,7 @@ def _nearest(name: str, fields: Collection[str]) -> str:
 
 
 def flat_values(settings: Any) -> dict[str, object]:
-    """Return the value of each field of a settings object; those of a nested dataclass in its place."""
+    """Return the value of each field of a settings object, with the fields of a nested dataclass in its place."""
     found: dict[str, object] = {}
     for field, kind in _own_fields(type(settings)):
         value = getattr(settings, field.name)
@@ -250,7 +255,7 @@ def flat_values(settings: Any) -> dict[str, object]:
 
 
 def flat_fields(cls: type) -> dict[str, tuple[dataclasses.Field, Any]]:
-    """Return each field with the type to parse, without `| None`; those of a nested dataclass in its place."""
+    """Return each field with the type to parse, without `| None`, and the fields of a nested dataclass in its place."""
     found: dict[str, tuple[dataclasses.Field, Any]] = {}
     for field, kind in _own_fields(cls):
         found |= flat_fields(kind) if _is_nested(kind) else {field.name: (field, _plain(kind))}
@@ -267,7 +272,7 @@ def _own_fields(cls: type) -> list[tuple[dataclasses.Field, Any]]:
 
 
 def _with_flags(text: str, names: Collection[str]) -> str:
-    """Write the names of fields as a command line does: num_blocks is --num-blocks."""
+    """Replace names of fields by flags, as a command line spells them: num_blocks becomes --num-blocks."""
     return re.sub(r"\b[a-z_]+\b", lambda word: f"--{_dashed(word[0])}" if word[0] in names else word[0], text)
 
 
@@ -304,7 +309,7 @@ def _parse_scalar(kind: type, value: typing.Any, where: str) -> object:
     try:
         if isinstance(value, (list, dict)) or (kind is int and not isinstance(value, (int, str))):
             raise ValueError
-        if value == "" and kind in (str, Path):  # a path would be the working directory
+        if value == "" and kind in (str, Path):  # an empty path would be the working directory
             raise SettingsError(f"{where} is empty; leave it out")
         return kind(value)
     except (ValueError, TypeError):

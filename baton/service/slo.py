@@ -1,4 +1,4 @@
-"""A service level objective of one request, in the words of the command line: ttft=300ms,tpot=50ms."""
+"""The service level objective of a request, written as on the command line: ttft=300ms,tpot=50ms."""
 
 import math
 import re
@@ -8,7 +8,7 @@ _PART = re.compile(r"(ttft|tpot|e2e)=([0-9]*\.?[0-9]+(?:e[+-]?[0-9]+)?)(ms|s)")
 
 
 class Slo(NamedTuple):
-    """Seconds; None: no bound."""
+    """Bounds in seconds; None means no bound."""
 
     ttft_s: float | None = None
     tpot_s: float | None = None
@@ -19,8 +19,8 @@ class Slo(NamedTuple):
         return ",".join(f"{name}={1e3 * value:.12g}ms" for name, value in parts)
 
     def missed(self, ttft_s: float | None, tpot_s: float | None, e2e_s: float) -> list[str]:
-        """Return which of ttft, tpot and e2e were missed. None: it has none, and cannot miss it, as an answer of one
-        token has no `tpot_s`."""
+        """Return which of ttft, tpot and e2e exceed their bounds. A measure that is None cannot: an answer of one token
+        has no `tpot_s`."""
         measured = {"ttft": ttft_s, "tpot": tpot_s, "e2e": e2e_s}
         bounds = zip(self, measured.items(), strict=True)
         return [name for bound, (name, value) in bounds if bound is not None and value is not None and value > bound]
@@ -30,7 +30,7 @@ class Slo(NamedTuple):
 
 
 def parse_slo(text: str) -> Slo:
-    """Raises ValueError naming the part that is none."""
+    """Parse objectives as `ttft=300ms,tpot=50ms`. Raises ValueError that names the invalid part."""
     bounds: dict[str, float] = {}
     for part in text.split(","):
         found = _PART.fullmatch(part.strip())

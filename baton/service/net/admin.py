@@ -1,5 +1,4 @@
-"""A few pages of HTTP for operators, orchestrators and Prometheus: /healthz, /readyz, /metrics and what a process
-adds."""
+"""HTTP pages for operators, orchestrators and Prometheus: /healthz, /readyz, /metrics and pages that a process adds."""
 
 import asyncio
 import json
@@ -24,22 +23,22 @@ _HEADERS = (("Cache-Control", "no-store"), ("X-Content-Type-Options", "nosniff")
 
 
 class Page(NamedTuple):
-    """`make` makes it from its form, which `form` finds in a request: all that the page depends on."""
+    """A page: `make` computes it from its form, everything that it depends on, which `form` reads from a request."""
 
     make: Callable[[Any], Response]
     form: Callable[[Request], Hashable] = lambda request: None
 
 
 class _SharedPage:
-    """A page that is made once for all who asked for this form of it before it was, one page in each turn of the event
-    loop: 10,000 that asked at once had kept everything else waiting for a minute."""
+    """A page that is computed once for all requests for the same form that wait for it. One page is computed per turn
+    of the event loop: 10,000 simultaneous requests had blocked everything else for a minute."""
 
     def __init__(self, page: Page, turn: asyncio.Lock):
         self._page, self._turn = page, turn
         self._to_be_made: dict[Hashable, asyncio.Future[Response]] = {}
 
     async def answer(self, request: Request) -> Response:
-        """Answer with what is made from now on."""
+        """Return the next page that is computed, never one that was begun before this request."""
         form = self._page.form(request)
         if form not in self._to_be_made:
             self._to_be_made[form] = asyncio.ensure_future(self._make(form))
@@ -53,7 +52,8 @@ class _SharedPage:
 
 
 class Admin:
-    """`readiness()` -> (ready, what to say); `pages`: further paths; `hosts`: names that it is asked by."""
+    """The admin server. `readiness()` returns (ready, body of /readyz); `pages` are further paths; `hosts` are host
+    names under which it may be asked."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Channels to other processes of the cluster."""
+"""gRPC channels to other processes of the cluster, and explanations of why a call failed."""
 
 import re
 import socket
@@ -15,7 +15,7 @@ from baton.service.security.access import Access
 from baton.service.security.tls import GATEWAY_NAME, end_of
 
 # A frozen peer is noticed in 3 to 5 s. `keepalive_timeout_ms` alone has no effect in today's grpcio: the ping timeout
-# of HTTP/2 rules. Servers permit pings at least every second (server.py), else keepalive would end healthy streams.
+# of HTTP/2 rules. Servers permit a ping each second (server.py); otherwise keepalive would end healthy streams.
 _OPTIONS = (
     ("grpc.keepalive_time_ms", 2000),
     ("grpc.keepalive_timeout_ms", 3000),
@@ -35,14 +35,14 @@ _TLS_OF_BOTH, _NO_ADDRESS, _NO_HOST = "TLS for certificates", "no address", "no 
 
 
 def open_channel(target: str, access: Access = Access(), name: str = GATEWAY_NAME) -> grpc.aio.Channel:
-    """A channel to `host:port`; it connects at the first call, and reconnects by itself within 2 s, with the
-    certificates that were there when it was opened. `name`: as Access.channel. Raises OSError."""
+    """Return a channel to `host:port`. It connects at the first call, reconnects within 2 s, and uses the certificates
+    that exist now. `name` is that of Access.channel. Raises OSError."""
     return access.channel(target, _OPTIONS, name)
 
 
 async def connect(channel: grpc.aio.Channel) -> None:
-    """Return once a channel is connected. Raises AioRpcError where it cannot be. For who tries again and again to open
-    a stream: each that is called on a channel which cannot connect leaks 200 to 550 bytes (grpc/grpc#43360)."""
+    """Wait until a channel is connected. Raises AioRpcError if it cannot connect. Callers that retry a stream use this
+    first: each stream that is opened on a channel which cannot connect leaks 200 to 550 bytes (grpc/grpc#43360)."""
     state = channel.get_state(try_to_connect=True)
     while state is not grpc.ChannelConnectivity.READY:
         if state is grpc.ChannelConnectivity.TRANSIENT_FAILURE:
@@ -52,18 +52,18 @@ async def connect(channel: grpc.aio.Channel) -> None:
 
 
 async def _raise_failure(channel: grpc.aio.Channel) -> None:
-    """Raises AioRpcError, which says why a channel has failed to connect, unless it has connected since."""
-    stub: Any = health_pb2_grpc.HealthStub(channel)  # its types do not name its methods
+    """Raise the AioRpcError that says why a channel failed to connect, unless it has connected since."""
+    stub: Any = health_pb2_grpc.HealthStub(channel)  # the generated types do not name its methods
     try:
-        await stub.Check(health_pb2.HealthCheckRequest())  # fails at once, and leaks nothing
+        await stub.Check(health_pb2.HealthCheckRequest())  # fails immediately, and leaks nothing
     except grpc.aio.AioRpcError as error:
         if error.code() is grpc.StatusCode.UNAVAILABLE:
             raise
 
 
 def explain_failure(target: str, code: grpc.StatusCode, details: str | None, access: Access) -> str:
-    """Return one line for people about a call to `target` that failed: what to do if nothing listens there or its
-    access is not as the caller's, else the status. Takes up to 4 s."""
+    """Return one line for people on why a call to `target` failed: what to do if nothing listens there or the access
+    settings do not match, else the status. It takes up to 4 s."""
     spoken = _probe(target) if code is grpc.StatusCode.UNAVAILABLE else ""
     if spoken == "nothing":
         return f"nothing listens at {target}: is `baton up` running?"
@@ -73,8 +73,8 @@ def explain_failure(target: str, code: grpc.StatusCode, details: str | None, acc
 
 
 def wrong_access(target: str, code: grpc.StatusCode, details: str | None, access: Access) -> tuple[str, str] | None:
-    """Return what of `access` a call to `target` failed by, and what to do; None: by something else. Takes up to 4
-    s."""
+    """Return which setting of `access` made a call to `target` fail and what to do; None if the cause is another. It
+    takes up to 4 s."""
     return _wrong_access(_probe(target) if code is grpc.StatusCode.UNAVAILABLE else "", code, details, access)
 
 
@@ -106,9 +106,9 @@ def _wrong_access(spoken: str, code: grpc.StatusCode, details: str | None, acces
 
 
 def _wrong_handshake(details: str, access: Access) -> tuple[str, str] | None:
-    """Return what has failed of a handshake, which gRPC tells in words of its own."""
+    """Return what failed in a TLS handshake, as far as gRPC's message tells."""
     if "Hostname Verification Check failed" in details:
-        if access.tls_cert is not None:  # then a role is asked for, wherever it is
+        if access.tls_cert is not None:  # then the server must show a role, not a host name
             return "shows the certificate of another role", "correct the address"
         return (
             "shows a certificate without this name",
@@ -125,8 +125,8 @@ def _wrong_handshake(details: str, access: Access) -> tuple[str, str] | None:
 
 
 def _probe(target: str) -> str:
-    """Return what is spoken there: TLS, TLS for certificates alone, plain text or nothing; or that it is no address, or
-    of no host that is known."""
+    """Return what `target` speaks: TLS, TLS for certificates alone, plain text or nothing; or that it is no address, or
+    that its host is unknown."""
     try:
         host_and_port = split_address(target)
     except AddressError:
@@ -137,7 +137,7 @@ def _probe(target: str) -> str:
         with socket.create_connection(host_and_port, timeout=_PROBE_S) as sock:
             try:
                 tls = _to_any().wrap_socket(sock)
-            except OSError:  # also of a server that waits for the rest of something else
+            except OSError:  # also raised if the server waits for more of another protocol
                 return "plain text"
             with tls:
                 return "TLS" if _is_greeted(tls) else _TLS_OF_BOTH
@@ -148,8 +148,8 @@ def _probe(target: str) -> str:
 
 
 def certificate_end(target: str) -> float | None:
-    """Return when the certificate ends that is shown there, in seconds since 1970; None where none can be read. Takes
-    up to 2 s."""
+    """Return when the certificate at `target` ends, in seconds since 1970; None if it cannot be read. It takes up to 2
+    s."""
     try:
         with (
             socket.create_connection(split_address(target), timeout=_PROBE_S) as sock,
@@ -161,7 +161,7 @@ def certificate_end(target: str) -> float | None:
 
 
 def _to_any() -> ssl.SSLContext:
-    """For a look at who is there, to whom nothing is sent."""
+    """Return a context that trusts every server, for a look at a server to which nothing is sent."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     context.set_alpn_protocols(["h2"])
@@ -169,7 +169,8 @@ def _to_any() -> ssl.SSLContext:
 
 
 def _is_greeted(tls: ssl.SSLSocket) -> bool:
-    """Return whether a server goes on with who shows no certificate: in HTTP/2 it speaks first."""
+    """Return whether the server continues with a client that shows no certificate: in HTTP/2 the server speaks
+    first."""
     try:
         return bool(tls.recv(1))
     except TimeoutError:

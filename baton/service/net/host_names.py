@@ -1,9 +1,8 @@
-"""Names by which HTTP requests may ask this host.
+"""Host names under which this process may be asked over HTTP.
 
-A request must name this host: by an address, by a name of loopback, by what is listened on, or by a name that the
-operator gave. A page from elsewhere, open in an operator's browser, can make its own name lead here, and could read
-all.
-"""
+The Host header must hold an IP address, a name of loopback, the name of the listening address, or a name that the
+operator gave. Otherwise a page from elsewhere, open in an operator's browser, could make its own name resolve to this
+host and read every answer (DNS rebinding)."""
 
 import ipaddress
 from collections.abc import Callable, Iterable
@@ -14,27 +13,29 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 
 class HostNames:
-    """The names of one port; `"gateway.example:9464" in names` looks at a Host header."""
+    """The names of one port; `"gateway.example:9464" in names` checks a Host header."""
 
     def __init__(self, names: Iterable[str] = ()):
         self._names = {"localhost", *(name.lower() for name in names)}
 
     def add(self, name: str) -> None:
-        """Accept one more."""
+        """Accept another name."""
         self._names.add(name.lower())
 
     def __contains__(self, host: str) -> bool:
-        """An address always is one: what a stranger can make lead here is a name."""
+        """Return whether a Host header is accepted. An IP address always is: a stranger can only make a name resolve to
+        this host."""
         name = without_port(host)
         return name in self._names or _is_address(name.strip("[]"))
 
 
 class HostCheck:
-    """Refuse requests that name another host, where no key is asked for: a page from elsewhere, open in a browser on
-    this host, can make its own name lead here, and would read all answers."""
+    """Refuse requests for another host on ports without keys, against DNS rebinding: a page in a browser on this host
+    could make its own name resolve to this host and read every answer."""
 
     def __init__(self, app: ASGIApp, names: HostNames, refuse: Callable[[str, str], Response]):
-        """`refuse`: from the host that was named, "" for none or several, and the path to what is answered."""
+        """Call `refuse(host, path)` for the response to a refused request; `host` is "" if the request names none or
+        several."""
         self._app, self._names, self._refuse = app, names, refuse
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -45,7 +46,7 @@ class HostCheck:
 
 
 def without_port(host: str) -> str:
-    """Return the name in lower case: of "Gateway.example:9464", of "[::1]:9464"."""
+    """Return a Host header in lower case without its port, as for "Gateway.example:9464" or "[::1]:9464"."""
     name, colon, port = host.lower().rpartition(":")
     return name if colon and port.isdecimal() else host.lower()
 

@@ -1,4 +1,5 @@
-"""One connection of an HTTP port: uvicorn's protocol, with bounds on its heads, and on what waits in it."""
+"""One connection of an HTTP server: uvicorn's protocol, with bounds on its heads and on the requests that wait in
+it."""
 
 import asyncio
 from collections.abc import Callable
@@ -43,8 +44,8 @@ class HttpPort(Protocol):
 
 
 class HttpConnection(HttpToolsProtocol):
-    """One connection: its heads are bounded in bytes, entries, time and number, and nobody waits for a client to read
-    its last answer for ever. Silent at first, or amid a head, it is closed."""
+    """One connection. Its heads are bounded in bytes, entries, time and number. It is closed if it is silent at first
+    or within a head, or if the client does not read its last answer in time."""
 
     def __init__(self, server: HttpPort):
         super().__init__(server.config, server.server_state, {})
@@ -64,14 +65,14 @@ class HttpConnection(HttpToolsProtocol):
 
     @property
     def is_idle(self) -> bool:
-        """Whether no request of it runs."""
+        """Whether no request of this connection runs."""
         return self.cycle is None or self.cycle.response_complete
 
     @property
     def is_busy(self) -> bool:
-        """Whether a request of it comes or runs, or the end of its last answer is read. Over TLS a client that keeps
-        the connection does not see it end, and leaves it open; and what is unread lies below the transport that is
-        asked here."""
+        """Whether a request arrives or runs, or the client has not read the end of the last answer. A client that keeps
+        a TLS connection open does not see its end and leaves it open; unread bytes lie below the transport, so the
+        socket is asked."""
         if self._has_begun_head or not self.is_idle:
             return True
         if not self.transport.is_closing():
@@ -80,12 +81,13 @@ class HttpConnection(HttpToolsProtocol):
         return self.transport.get_write_buffer_size() > 0 or num_unacknowledged(sock) > 0
 
     def drain(self) -> None:
-        """End it where it is kept for a next request, and otherwise behind the answer to one that comes or runs."""
+        """Close an idle connection that is kept open; otherwise close it after the answer to the request that arrives
+        or runs."""
         if not self.is_idle or (self.timeout_keep_alive_task is not None and not self._has_begun_head):
             self.shutdown()
 
     def abort(self) -> None:
-        """End it at once."""
+        """Close the connection immediately."""
         self._end_head()
         self.transport.abort()
 
@@ -179,7 +181,7 @@ class HttpConnection(HttpToolsProtocol):
             self._begin_head()
 
     def shutdown(self) -> None:
-        """End it, behind the answer to a request that runs."""
+        """Close the connection, after the answer to a request that runs."""
         if self.transport.is_closing():
             return
         super().shutdown()
@@ -191,7 +193,7 @@ class HttpConnection(HttpToolsProtocol):
         self._abort_in(_FLUSH_S)
 
     def send_400_response(self, msg: str) -> None:
-        """Answer a head that is no HTTP, or too large; where it would stand in another request's answer, hang up."""
+        """Answer a head that is too large or no HTTP; hang up if the answer would be inside that of another request."""
         is_of_body = self._in_body and not self.pipeline and not self.cycle.response_started
         if not (self.is_idle or is_of_body):
             self.abort()
@@ -204,12 +206,13 @@ class HttpConnection(HttpToolsProtocol):
 
     @property
     def _offers_upgrade(self) -> bool:
-        """Whether the head that was just read offers to go on in another protocol."""
+        """Whether the head that was just read offers to switch to another protocol."""
         return self.parser.should_upgrade() and self.parser.get_method() != b"CONNECT"
 
     def _feed(self, data: memoryview) -> None:
-        """Parse. Behind an offer of another protocol, as of h2c, the parser would read no body, nor anything where the
-        connection is to close: another one reads the head without it, as HTTP allows. Raises HttpParserError."""
+        """Parse `data`. After an offer of another protocol, such as h2c, the parser would read no body, and nothing at
+        all if the connection is to close; so a new parser reads the head again without the offer, as HTTP allows.
+        Raises HttpParserError."""
         while True:
             try:
                 self.parser.feed_data(data)
@@ -246,7 +249,7 @@ class HttpConnection(HttpToolsProtocol):
 
 
 def _end_by_close(cycle: RequestResponseCycle) -> None:
-    """Let the end of the connection, which is not kept, be that of the answer: HTTP/1.0 knows no chunks."""
+    """End an HTTP/1.0 answer by closing the connection, since HTTP/1.0 has no chunked encoding."""
     send = cycle.send
 
     async def send_as_it_is(message: Any) -> None:

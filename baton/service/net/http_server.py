@@ -1,4 +1,4 @@
-"""A port of HTTP: uvicorn, in this process and its event loop, with bounds on connections."""
+"""An HTTP server: uvicorn in this process and its event loop, with a bound on connections."""
 
 import asyncio
 import ctypes
@@ -30,8 +30,8 @@ logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
 
 
 class HttpServer(uvicorn.Server):
-    """Serve an application at one address, from `start` to `stop`. Where it has as many connections as it may, a new
-    one takes the place of the one that waits longest for a request; of requests that run none ends."""
+    """Serve an application at one address, from `start` to `stop`. At the limit of connections, a new one replaces the
+    one that has waited longest for a request; a running request is never ended for it."""
 
     def __init__(
         self,
@@ -43,8 +43,9 @@ class HttpServer(uvicorn.Server):
         max_connections: int | None = None,
         unread_s: float | None = None,
     ):
-        """`headers`: of each answer; `max_connections`: a sixth of the descriptors, if there is no other bound;
-        `unread_s`: how long an answer may wait for room in its connection, if the application does not bound it."""
+        """Make the server. `headers` go out with each answer; `max_connections` is a sixth of the descriptors unless
+        given; `unread_s` bounds how long an answer may wait for room in its connection, for an application that sets no
+        bound itself."""
         config = uvicorn.Config(
             app,
             http=HttpConnection,
@@ -71,7 +72,7 @@ class HttpServer(uvicorn.Server):
         self._running: list[asyncio.Task] = []
 
     def start(self) -> None:
-        """Begin to serve."""
+        """Start serving."""
         if self._tls:
             _map_buffers()
         self.config.load()
@@ -82,7 +83,7 @@ class HttpServer(uvicorn.Server):
         self._running = [tasks.start("http accept", self._accept), tasks.start("http date", self._date)]
 
     def drain(self) -> None:
-        """Take no connection from now on, and keep none: a client's next request takes a new one, and that may lead to
+        """Stop accepting connections and keeping them open: a client's next request opens a new one, which may lead to
         another process."""
         self.is_draining = True
         accepting = self._running[0]
@@ -92,7 +93,7 @@ class HttpServer(uvicorn.Server):
             connection.drain()
 
     def _close_port(self, accepting: asyncio.Task) -> None:
-        """Serve the connections that wait already: they would be reset."""
+        """Serve the connections that are waiting to be accepted, which would be reset otherwise."""
         with suppress(OSError):
             while True:
                 self._admit(self._listener.accept()[0])
@@ -100,11 +101,11 @@ class HttpServer(uvicorn.Server):
 
     @property
     def is_busy(self) -> bool:
-        """Whether a request comes or runs, or the end of an answer is read."""
+        """Whether a request arrives or runs, or the end of an answer is unread."""
         return any(each.is_busy for each in self._connections)
 
     async def stop(self) -> None:
-        """End what still runs, and the port with it."""
+        """Close the port and end everything that still runs."""
         self._listener.close()
         for task in (*self._running, *self._opening):
             task.cancel()
@@ -116,7 +117,7 @@ class HttpServer(uvicorn.Server):
         return [each for each in self.server_state.connections if isinstance(each, HttpConnection)]
 
     async def _date(self) -> None:
-        """Keep the Date header right."""
+        """Update the Date header."""
         while True:
             await self.on_tick(0)
             await asyncio.sleep(_DATE_S)
@@ -161,13 +162,14 @@ def open_http(
     max_connections: int | None = None,
     unread_s: float | None = None,
 ) -> HttpServer:
-    """Bind the port; nothing is served before `start`. Raises ListenError."""
+    """Bind the port; `start` begins to serve it. Raises ListenError."""
     return HttpServer(app, listening_socket(address, _BACKLOG), refuse_head, tls, headers, max_connections, unread_s)
 
 
 def _map_buffers() -> None:
-    """Let each TLS connection give its buffer of 256 KiB back when it ends. Once one is freed glibc would take the next
-    ones from the heap, where 3,300 connections at once leave 930 MiB behind that later ones touch bit by bit."""
+    """Make each TLS connection return its buffer of 256 KiB when it closes. Once one is freed, glibc would take later
+    buffers from the heap, where 3,300 simultaneous connections leave 930 MiB behind that later ones touch bit by
+    bit."""
     libc = ctypes.CDLL(None)
     if hasattr(libc, "mallopt"):  # glibc's
         libc.mallopt(_M_MMAP_THRESHOLD, _MAPPED_BYTES)

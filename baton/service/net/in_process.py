@@ -1,7 +1,6 @@
-"""Calls to a service of this process: the messages themselves change hands, without a socket and without bytes.
+"""Calls to a service of the same process: message objects are handed over without a socket and without serialization.
 
-A channel has the face of grpc.aio's as far as a generated stub needs it, for methods that stream both ways.
-"""
+A channel offers the part of grpc.aio's interface that a generated stub needs for bidirectional streams."""
 
 import asyncio
 import logging
@@ -12,7 +11,7 @@ from typing import Any, NoReturn
 
 import grpc
 
-_MAX_UNREAD = 16  # messages of one direction that wait to be read; then a write waits
+_MAX_UNREAD = 16  # unread messages in one direction; a further write waits
 _END = object()
 _channels: dict[str, "InProcessChannel"] = {}
 
@@ -20,31 +19,31 @@ log = logging.getLogger(__name__)
 
 
 class InProcessChannel:
-    """Reaches a servicer once `serve` has said which. Belongs to one event loop, on both sides."""
+    """A channel to the servicer that `serve` names. Both sides belong to one event loop."""
 
     def __init__(self) -> None:
         self._servicer: object | None = None
 
     def serve(self, servicer: object) -> None:
-        """Let calls that come from now on reach `servicer`, which has methods as a generated one."""
+        """Send calls that begin from now on to `servicer`, which has the methods of a generated servicer."""
         self._servicer = servicer
 
     async def __aenter__(self) -> "InProcessChannel":
         return self
 
     async def __aexit__(self, *exc) -> None:
-        """Do nothing: calls end by themselves, and the channel is another caller's too."""
+        """Do nothing: calls end by themselves, and other callers use the channel too."""
 
     def stream_stream(self, method: str, *unused, **options) -> Callable[[], "InProcessCall"]:
-        """Return what calls `method`, "/package.Service/Name"."""
+        """Return a callable that calls `method`, "/package.Service/Name"."""
         return lambda: InProcessCall(partial(self._handler, method.rpartition("/")[2]))
 
     def unary_unary(self, method: str, *unused, **options) -> Callable[..., NoReturn]:
-        """Return what refuses: such calls are operators', who are other processes."""
+        """Return a callable that refuses: only operators make unary calls, and they are other processes."""
         return partial(_refuse, method)
 
     def _handler(self, name: str) -> Callable[..., Any]:
-        """Raises AioRpcError where nothing serves yet."""
+        """Return the method of the servicer. Raises AioRpcError if nothing serves yet."""
         if self._servicer is None:
             raise _error(grpc.StatusCode.UNAVAILABLE, "it has not started yet")
         return getattr(self._servicer, name)
@@ -52,7 +51,7 @@ class InProcessChannel:
 
 @contextmanager
 def reachable_as(address: str) -> Iterator[InProcessChannel]:
-    """Within the block `channel_to(address)` reaches a servicer of this process."""
+    """Make a servicer of this process reachable by `channel_to(address)` within the block."""
     _channels[address] = channel = InProcessChannel()
     try:
         yield channel
@@ -61,23 +60,24 @@ def reachable_as(address: str) -> Iterator[InProcessChannel]:
 
 
 def channel_to(address: str) -> InProcessChannel | None:
-    """Return the channel to what this process serves at `address`; None: another process does."""
+    """Return the channel to the servicer that this process serves at `address`; None if another process does."""
     return _channels.get(address)
 
 
 class InProcessCall:
-    """The caller's side of one call, as grpc.aio.StreamStreamCall has it."""
+    """The caller's side of one call, with the interface of grpc.aio.StreamStreamCall."""
 
     def __init__(self, find: Callable[[], Callable[..., Any]]):
-        """`find()` returns the servicer's method, or raises AioRpcError, which the first read then does."""
+        """Start the call. `find()` returns the servicer's method or raises AioRpcError, which the first read then
+        raises."""
         self._commands: asyncio.Queue[Any] = asyncio.Queue(_MAX_UNREAD)
-        self._answers: asyncio.Queue[Any] = asyncio.Queue()  # bounded by `_answer`, and `_END` fits in any case
+        self._answers: asyncio.Queue[Any] = asyncio.Queue()  # `_answer` bounds it; `_END` always fits
         self._has_room = asyncio.Event()
         self._handling = asyncio.create_task(self._handle(find), name="call within the process")
         self._handling.add_done_callback(self._end)
 
     async def write(self, message: Any) -> None:
-        """Hand over a message, which nobody may change from here on. Waits while too many are unread. Raises
+        """Send a message, which nobody may change afterwards. Waits while too many are unread. Raises
         asyncio.InvalidStateError once the call has ended."""
         if not self._handling.done():
             await self._commands.put(message)
@@ -85,13 +85,13 @@ class InProcessCall:
             raise asyncio.InvalidStateError("the call has ended")
 
     async def read(self) -> Any:
-        """Return the next message, or grpc.aio.EOF. Raises AioRpcError where the call has ended with another status
-        than OK, CancelledError where it was cancelled."""
+        """Return the next message, or grpc.aio.EOF. Raises AioRpcError if the call ended with a status other than OK,
+        CancelledError if it was cancelled."""
         message = await self._answers.get()
         self._has_room.set()
         if message is not _END:
             return message
-        self._answers.put_nowait(_END)  # it stays the last
+        self._answers.put_nowait(_END)  # stays last for later reads
         self._handling.result()
         return grpc.aio.EOF  # pyright: ignore[reportAttributeAccessIssue]
 
@@ -121,14 +121,14 @@ class InProcessCall:
 
     def _end(self, handling: asyncio.Task) -> None:
         if not handling.cancelled():
-            handling.exception()  # seen: it may go unread
+            handling.exception()  # marks it as retrieved, in case nobody reads it
         self._answers.put_nowait(_END)
-        while not self._commands.empty():  # so that nobody waits to write where nobody reads any more
+        while not self._commands.empty():  # wakes writers, since nobody reads any more
             self._commands.get_nowait()
 
 
 class _Context:
-    """What a servicer is given of a call."""
+    """The context of a call that its servicer receives."""
 
     def __init__(self, write: Callable[[Any], Any]):
         self.write = write

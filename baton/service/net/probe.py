@@ -1,7 +1,6 @@
-"""`python -m baton.service.net.probe HOST:PORT`: asks a process for its health; for container health checks.
+"""`python -m baton.service.net.probe HOST:PORT` asks a process for its health, for health checks of containers.
 
-Exit 0 when it serves, 1 when it does not or does not answer, 2 for wrong use.
-"""
+Exits with 0 if it serves, 1 if it does not serve or answer, 2 for wrong use."""
 
 import argparse
 import sys
@@ -16,10 +15,10 @@ from baton.service.settings import SettingsError
 
 
 def probe(target: str, service: str = "", timeout_s: float = 2.0, access: Access = Access()) -> str:
-    """The serving status by name (SERVING, NOT_SERVING), or why there is none. Raises OSError for a certificate that
-    cannot be read."""
+    """Return the serving status by name (SERVING, NOT_SERVING), or why there is none. Raises OSError for a certificate
+    that cannot be read."""
     with access.channel(target, name=WORKER_NAME, blocking=True) as channel:
-        stub: Any = health_pb2_grpc.HealthStub(channel)  # its types do not name its methods
+        stub: Any = health_pb2_grpc.HealthStub(channel)  # the generated types do not name its methods
         try:
             answer = stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=timeout_s)
         except grpc.RpcError as error:

@@ -1,4 +1,4 @@
-"""Run an object as a gRPC process: server options, a port or one clear line, health, reflection, signals."""
+"""Run an object as a gRPC process: server options, binding with one clear error line, health, reflection, signals."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from baton.addresses import AddressError, split_address
 from baton.protocol import KEEPER_VARIABLE
 from baton.service.logs import fields
 
-MAX_MESSAGE_BYTES = 16 << 20  # between our own processes: the ids of the longest prompt fit
+MAX_MESSAGE_BYTES = 16 << 20  # between Baton's own processes: the ids of the longest prompt fit
 MAX_METADATA_BYTES = 8192
 MAX_PENDING_CALLS = 16_384
-MAX_PENDING_S = 3600  # the longest deadline of a request: a call ends with its own
-HANDSHAKE_S = 5.0  # for TLS, and for the first words of HTTP/2; gRPC's own is 120 s
-IDLE_S = 300.0  # of a connection without calls
+MAX_PENDING_S = 3600  # the longest deadline of a request; each call ends at its own
+HANDSHAKE_S = 5.0  # for TLS and HTTP/2's first frames; gRPC's own is 120 s
+IDLE_S = 300.0  # for a connection without calls
 _FEW_DESCRIPTORS = 8192
-_PORT_SHARE = 3  # of the descriptors a port takes one in three: workers, Redis and files have the rest
+_PORT_SHARE = 3  # a port takes a third of the descriptors: workers, Redis and files share the rest
 _SERVING = health_pb2.HealthCheckResponse.SERVING
 _NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 _SERVICE_UNKNOWN = health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
@@ -41,11 +41,11 @@ log = logging.getLogger(__name__)
 
 
 class ListenError(Exception):
-    """The address cannot be listened on; the message is one line."""
+    """The address cannot be bound; the message is one line."""
 
 
 class AddressInUse(ListenError):
-    """Another process listens there."""
+    """Another process listens on the address."""
 
 
 def make_server(
@@ -53,41 +53,41 @@ def make_server(
     max_message_bytes: int = MAX_MESSAGE_BYTES,
     interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
 ) -> grpc.aio.Server:
-    """A server that accepts our clients' keepalive and refuses larger messages than `max_message_bytes`."""
+    """Return a server that accepts our clients' keepalive and refuses messages above `max_message_bytes`."""
     options = (
-        # Clients ping every 2 s; against the default minimum that would be GOAWAY too_many_pings on healthy streams.
+        # Clients ping every 2 s; gRPC's default minimum would answer healthy streams with GOAWAY too_many_pings.
         ("grpc.http2.min_recv_ping_interval_without_data_ms", 1000),
         ("grpc.http2.max_ping_strikes", 0),
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.keepalive_time_ms", 10_000),  # finds clients that vanished without a FIN
         ("grpc.http2.ping_timeout_ms", 5000),
         ("grpc.http2.max_pings_without_data", 0),
-        # Between a soft and a higher hard limit gRPC would refuse some calls and not others.
+        # Between a soft and a higher hard limit gRPC would refuse some calls and accept others.
         ("grpc.max_metadata_size", MAX_METADATA_BYTES),
         ("grpc.absolute_max_metadata_size", MAX_METADATA_BYTES),
         ("grpc.max_receive_message_length", max_message_bytes),
-        ("grpc.max_send_message_length", -1),  # it has been computed: who receives it has a bound
-        # A message is expanded whole before its length is compared, at 15 ms for 8 KiB that become 8 MiB, on the one
-        # thread that all calls wait for: compressed ones are refused by their head.
+        ("grpc.max_send_message_length", -1),  # already computed: the receiver has its own bound
+        # gRPC expands a whole message before it compares its length: 8 KiB that become 8 MiB take 15 ms on the one
+        # thread that all calls share. So compressed messages are refused by their headers.
         ("grpc.compression_enabled_algorithms_bitset", 1 << grpc.Compression.NoCompression),
-        # Of more than 1,000 calls that are not taken yet gRPC cancels some, and all that are not taken in 30 s, without
-        # a word: they are for us to refuse.
+        # By default gRPC silently cancels some calls when more than 1,000 wait to be taken, and each call that waits
+        # for 30 s. Refusals are to be ours.
         ("grpc.server.max_pending_requests", MAX_PENDING_CALLS),
         ("grpc.server.max_pending_requests_hard_limit", MAX_PENDING_CALLS),
         ("grpc.server_max_unrequested_time_in_server", MAX_PENDING_S),
         ("grpc.server_handshake_timeout_ms", round(HANDSHAKE_S * 1000)),
         ("grpc.max_connection_idle_ms", round(IDLE_S * 1000)),
-        # Of each port. More are closed at once; without a bound they take the descriptors of all else.
+        # Per port. Further connections are closed immediately; without a bound they would take all descriptors.
         ("grpc.max_allowed_incoming_connections", num_descriptors() // _PORT_SHARE),
-        ("grpc.so_reuseport", 0),  # a second process must not bind the same port silently
+        ("grpc.so_reuseport", 0),  # a second process must not silently bind the same port
     )
     return grpc.aio.server(interceptors=tuple(interceptors), options=options)
 
 
 def bind(server: grpc.aio.Server, address: str, credentials: grpc.ServerCredentials | None = None) -> int:
-    """Listen on "host:port" (port 0: the system chooses) and return the port. Without `credentials` in plain text.
-    Raises AddressInUse or ListenError."""
-    listening_socket(address).close()  # gRPC would say it over many lines on stderr, and name no errno
+    """Listen on "host:port" (port 0: the system chooses) and return the port. Without `credentials` the port speaks
+    plain text. Raises AddressInUse or ListenError."""
+    listening_socket(address).close()  # gRPC would report a failure over many lines on stderr, without errno
     try:
         port = server.add_secure_port(address, credentials) if credentials else server.add_insecure_port(address)
     except RuntimeError as error:
@@ -98,7 +98,7 @@ def bind(server: grpc.aio.Server, address: str, credentials: grpc.ServerCredenti
 
 
 def listening_socket(address: str, backlog: int = 1) -> socket.socket:
-    """Listen on "host:port" (port 0: the system chooses). Raises AddressInUse or ListenError."""
+    """Return a socket that listens on "host:port" (port 0: the system chooses). Raises AddressInUse or ListenError."""
     try:
         host, port = split_address(address)
     except AddressError as error:
@@ -124,7 +124,8 @@ def listening_socket(address: str, backlog: int = 1) -> socket.socket:
 
 
 class Health(health_pb2_grpc.HealthServicer):
-    """grpc.health.v1 with a Watch that streams every change. "" is the process, other names are services.
+    """grpc.health.v1 with a Watch that streams every change. The name "" stands for the process, other names for
+    services.
 
     Belongs to the server's event loop: call `set` from there."""
 
@@ -134,7 +135,7 @@ class Health(health_pb2_grpc.HealthServicer):
         health_pb2_grpc.add_HealthServicer_to_server(self, server)
 
     def set(self, service: str, serving: bool) -> None:
-        """Say whether `service` serves; notify those who watch it."""
+        """Set whether `service` serves, and notify the watchers."""
         status = _SERVING if serving else _NOT_SERVING
         if self._status.get(service) != status:
             self._status[service] = status
@@ -142,7 +143,7 @@ class Health(health_pb2_grpc.HealthServicer):
             self._changed = asyncio.Event()
 
     def shut_down(self) -> None:
-        """Nothing serves any more: call it before draining."""
+        """Report that nothing serves any more; call this before draining."""
         for service in tuple(self._status):
             self.set(service, False)
 
@@ -173,15 +174,15 @@ def enable_reflection(server: grpc.aio.Server, service_names: Sequence[str]) -> 
 
 
 def num_descriptors() -> int:
-    """Return how many this process may have open. Unlimited: more than a million."""
+    """Return how many descriptors this process may open; just over a million if the number is unlimited."""
     soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     return soft if 0 <= soft < 1 << 20 else 1 << 20
 
 
 def _raise_descriptors() -> None:
-    """A connection takes one: as many as the system allows."""
+    """Raise the limit of open files to the hard limit, since each connection takes one."""
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    with contextlib.suppress(OSError, ValueError):  # a hard limit beyond what the kernel would set now
+    with contextlib.suppress(OSError, ValueError):  # the hard limit may exceed what the kernel would set now
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     if num_descriptors() < _FEW_DESCRIPTORS:
         log.warning(
@@ -193,8 +194,8 @@ def _raise_descriptors() -> None:
 def run(main: Callable[[asyncio.Event], Awaitable[int | None]], *, use_uvloop: bool = False) -> int:
     """Run `main(stop)` to its end and return its exit status (None is 0).
 
-    The first SIGINT or SIGTERM sets `stop`: drain and return. The second one kills the process, unless it has a
-    keeper."""
+    The first SIGINT or SIGTERM sets `stop`, on which `main` drains and returns. A second one kills the process, unless
+    a keeper runs it."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))  # prompts are in memory
     _raise_descriptors()
     loop_factory = None
@@ -202,17 +203,17 @@ def run(main: Callable[[asyncio.Event], Awaitable[int | None]], *, use_uvloop: b
         import uvloop
 
         loop_factory = uvloop.new_event_loop
-    # What `main` raises holds calls and channels, in circles, and with them gRPC's thread: alive when the interpreter
-    # ends, it was seen to abort the process ("terminate called without an active exception", 2 of 14 ends on a busy
-    # machine).
+    # An exception from `main` holds calls and channels in reference cycles, and they hold gRPC's thread. If that is
+    # alive when the interpreter exits, the process may abort ("terminate called without an active exception", 2 of 14
+    # exits on a busy machine).
     atexit.register(gc.collect)
     with asyncio.Runner(loop_factory=loop_factory) as runner:
         return runner.run(_with_signals(main)) or 0
 
 
 async def until_stopped(work: Coroutine[Any, Any, T], stop: asyncio.Event) -> T | None:
-    """Return what `work` does; None once it has ended where `stop` came first, by which it is cancelled. Raises what it
-    raises, but what it raises while it is cancelled goes to the log."""
+    """Return the result of `work`, or None if `stop` is set first: then `work` is cancelled and awaited. Exceptions of
+    `work` are raised, except those after its cancellation, which are logged."""
     working, stopping = asyncio.create_task(work), asyncio.create_task(stop.wait())
     try:
         await asyncio.wait((working, stopping), return_when=asyncio.FIRST_COMPLETED)
@@ -232,8 +233,8 @@ async def _with_signals(main: Callable[[asyncio.Event], Awaitable[int | None]]) 
 
     def on_signal() -> None:
         stop.set()
-        # A signal to all processes of a stack is followed by the keeper's own, which ends what does not drain by
-        # SIGKILL.
+        # A signal that reaches all processes of a stack is followed by the keeper's own, and the keeper ends processes
+        # that do not drain by SIGKILL.
         if KEEPER_VARIABLE in os.environ:
             return
         for number in signals:

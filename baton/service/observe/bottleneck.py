@@ -1,8 +1,7 @@
-"""Name what bounds a run, in one sentence: what requests waited for, and the one lever to try.
+"""Name what limits a run, in one sentence: what requests waited for, and the one lever to try.
 
-A request's time is divided among BOTTLENECKS without a rest (gateway/request/bottlenecks.py), so that shares of many
-add up.
-"""
+The whole time of a request is divided among BOTTLENECKS (gateway/request/bottlenecks.py), so the shares of many
+requests can be added."""
 
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -21,12 +20,13 @@ LEVERS = {
 }
 BOTTLENECKS = tuple(LEVERS)
 SENDER_LEVER = "give the load generator more --processes, or a machine of its own"
-MORE_LOAD = "send more requests, or more at once: the stack has room"  # the client's lever, as the stack sees it
+# for the bottleneck "client", as the stack sees it
+MORE_LOAD = "send more requests, or more at once: the stack has room"
 COLD_LEVER = "restart workers one after the other, so that the others keep their caches; this one's fills by itself"
-FULL_HOST = 0.9  # busy: one more worker would only share its cores
-LEAST_AT_ONCE = 0.5  # requests in the stack, in the mean: with fewer it waits for its clients
-LONG_PROMPT = 1024  # tokens to read of a prompt, in the mean: the sentence names them
-COLD_SHARE = 0.5  # of what was found in caches before a worker started: with less they are cold
+FULL_HOST = 0.9  # busy share above which another worker would only share the cores
+LEAST_AT_ONCE = 0.5  # mean number of requests in the stack below which it waits for its clients
+LONG_PROMPT = 1024  # mean tokens to read per prompt above which the sentence names them
+COLD_SHARE = 0.5  # share of the former cache hits below which the caches are cold
 EVIDENCE = {
     "client": "answers wait for their clients to read them",
     "cores": "processes wait for a core",
@@ -39,25 +39,25 @@ EVIDENCE = {
     "transfer": "decoding waits for KV that is still on its way",
     "decode bandwidth": "writing tokens takes the most",
 }
-# Whose lever is another worker.
+# Bottlenecks whose lever is another worker.
 _MORE_WORKERS = ("prefill queue", "decode queue", "prefill compute", "decode bandwidth")
 
 
 class Bottleneck(NamedTuple):
-    name: str  # one of BOTTLENECKS, or "nothing" where nothing was answered
+    name: str  # one of BOTTLENECKS, or "nothing" if nothing was answered
     sentence: str
 
 
 class PromptFacts(NamedTuple):
-    """What the prompts of a run were like, for the sentence where reading them takes the most."""
+    """What the prompts of a run were like; the sentence for "prefill compute" names it."""
 
     mean_read: float = 0.0  # tokens of a prompt that no cache held
-    cached_share: float = 0.0  # of all tokens of prompts
-    cached_before: float = 0.0  # the same before a worker started, 0 where none did
+    cached_share: float = 0.0  # of all prompt tokens
+    cached_before: float = 0.0  # the same before a worker started; 0 if none did
 
     @property
     def is_cold(self) -> bool:
-        """Return whether far less is found in caches than before a worker started."""
+        """Return whether caches hold far less than before a worker started."""
         return self.cached_share < COLD_SHARE * self.cached_before
 
 
@@ -65,7 +65,7 @@ NO_FACTS = PromptFacts()
 
 
 def bottleneck_of(spent_s: Mapping[str, float], facts: PromptFacts = NO_FACTS) -> Bottleneck:
-    """`spent_s`: seconds of answered requests by what they waited for, one of BOTTLENECKS."""
+    """Return the largest bottleneck. `spent_s` has the seconds of answered requests, by entries of BOTTLENECKS."""
     total_s = sum(spent_s.values())
     if total_s <= 0:
         return Bottleneck("nothing", "No request was answered, so it is unknown what limits the run.")
@@ -77,8 +77,8 @@ def bottleneck_of(spent_s: Mapping[str, float], facts: PromptFacts = NO_FACTS) -
 
 
 def bottleneck_of_stack(spent_s: Mapping[str, float], window_s: float, facts: PromptFacts = NO_FACTS) -> Bottleneck:
-    """As the stack itself sees it: `spent_s` by those that ended in the last `window_s`. Their sum over it is how many
-    it has had at once, in the mean (Little's law)."""
+    """Return the bottleneck as the stack itself sees it. `spent_s` is that of the requests that ended in the last
+    `window_s`; its sum over `window_s` is the mean number of concurrent requests (Little's law)."""
     at_once = sum(spent_s.values()) / max(window_s, 1e-9)
     if spent_s and at_once < LEAST_AT_ONCE:
         return worded("client", f"the stack waits for requests ({at_once:.2f} at a time in the mean)", MORE_LOAD)
@@ -86,8 +86,8 @@ def bottleneck_of_stack(spent_s: Mapping[str, float], window_s: float, facts: Pr
 
 
 def aware_of_host(bottleneck: Bottleneck, num_cores: int, busy: float) -> Bottleneck:
-    """Add to advice for another worker that it does not help here, where the cores that it would have are `busy`, 0 to
-    1."""
+    """Add to advice for another worker that it does not help on this host if its cores are already busy (`busy` is a
+    share, 0 to 1)."""
     if bottleneck.name not in _MORE_WORKERS or busy < FULL_HOST:
         return bottleneck
     usage = f"the {num_cores} cores that may be used here are {busy:.0%} busy"

@@ -1,4 +1,5 @@
-"""How busy the cores are that this process may use, with whatever runs on them, or its quota of their time."""
+"""Measure how busy the cores are that this process may use, whatever runs on them, or how much of its CPU quota is
+used."""
 
 import time
 from pathlib import Path
@@ -6,13 +7,13 @@ from pathlib import Path
 from baton import system
 
 _STAT = Path("/proc/stat")
-_LEAST_S = 1.0  # the kernel counts in hundredths of a second
+_LEAST_S = 1.0  # between two measurements: the kernel counts in hundredths of a second
 _IDLE = slice(3, 5)  # idle and iowait, in the columns of /proc/stat
-_COUNTED = 8  # columns; guest time, behind them, is in user time already
+_COUNTED = 8  # columns that count; those after them are guest time, which user time already has
 
 
 class CpuUsage:
-    """Counts from its making, then from one look to the next."""
+    """Measures the time since the previous measurement, or since its creation."""
 
     def __init__(self) -> None:
         self._at, (self._idle, self._total) = time.monotonic(), _ticks()
@@ -24,9 +25,8 @@ class CpuUsage:
         return system.num_cores()
 
     def busy(self) -> float:
-        """Return the busy share since the last look, 0 to 1; where that was less than a second ago, what it saw. 0
-        where the system does not tell. A quota that was used up in each period is all busy, however idle the host
-        is."""
+        """Return the busy share since the last measurement, 0 to 1. Within a second the last result is repeated. 0 if
+        the system does not tell. A quota that was used up in each period counts as busy, however idle the host is."""
         if (at := time.monotonic()) - self._at >= _LEAST_S:
             (idle, total), (throttled, periods) = _ticks(), system.throttled_periods()
             of_host = 1.0 - (idle - self._idle) / (total - self._total) if total > self._total else 0.0
@@ -37,7 +37,7 @@ class CpuUsage:
 
 
 def _ticks() -> tuple[int, int]:
-    """Idle and all ticks of the cores that this process may use."""
+    """Return the idle ticks and all ticks of the cores that this process may use."""
     own = {f"cpu{core}" for core in system.cores()}
     try:
         rows = [line.split() for line in _STAT.read_text().splitlines()]

@@ -1,6 +1,6 @@
 """Metrics over OTLP/gRPC by the names of the GenAI semantic conventions (v1.41): gen_ai.server.request.duration,
-.time_to_first_token and .time_per_output_token. Observed when a request has ended, sent by a thread of its own; without
-an endpoint nothing is loaded. What is held is bounded by the attributes: a few operations and words for errors."""
+.time_to_first_token and .time_per_output_token. They are observed when a request ends and sent by a thread of their
+own; without an endpoint no library is loaded. The few operations and error types bound the number of series."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ _sender: _MetricsSender | None = None
 
 
 def setup(service_name: str, endpoint: str | None = None) -> bool:
-    """Send this process's metrics to `endpoint` (default: by OpenTelemetry's variables); False, and off, without one,
-    or where what the variables say cannot be used, which is logged."""
+    """Send this process's metrics to `endpoint` (default: that of OpenTelemetry's variables) and return whether they
+    are sent. They are off without an endpoint, or if the variables cannot be followed, which is logged."""
     global _sender
     shut_down()
     if endpoint := endpoint or collector_endpoint("METRICS"):
@@ -41,13 +41,13 @@ def observe(
     tpot_s: float | None = None,
     error_type: str | None = None,
 ) -> None:
-    """One request that has ended. None: it has none."""
+    """Record one request that has ended; None stands for a time or error that it does not have."""
     if _sender is not None:
         _sender.observe(operation, model, request_s, ttft_s, tpot_s, error_type)
 
 
 def shut_down(timeout_s: float = FLUSH_S) -> None:
-    """Send what there is and turn the metrics off."""
+    """Send the pending metrics and turn metrics off."""
     global _sender
     sender, _sender = _sender, None
     if sender and not within(sender.provider.shutdown, timeout_s):
@@ -55,7 +55,7 @@ def shut_down(timeout_s: float = FLUSH_S) -> None:
 
 
 class _MetricsSender:
-    """The SDK's aggregation and exporter; loaded here and only here."""
+    """The SDK's aggregation and exporter; only this class loads them."""
 
     def __init__(self, service_name: str, options: dict[str, Any]):
         from opentelemetry.exporter.otlp.proto.grpc.metric_exporter import OTLPMetricExporter

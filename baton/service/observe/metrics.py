@@ -1,5 +1,5 @@
-"""Metrics of a process, for Prometheus: families that all carry the label `model_name`, with bounded values. A process
-that serves several models has its families once, and the children of each model under its name."""
+"""Metrics of a process for Prometheus. Each family has the label `model_name` with bounded values: a process with
+several models has each family once, with children for each model."""
 
 import asyncio
 import copy
@@ -18,7 +18,7 @@ from starlette.responses import Response
 
 from baton.service.net.admin import Page
 
-# Those of the GenAI semantic conventions (v1.41), so that both kinds of charts agree.
+# The buckets of the GenAI semantic conventions (v1.41), so that both kinds of charts agree.
 TTFT_BUCKETS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.3, 0.5, 0.75, 1, 2, 2.5, 5, 7.5, 10)
 TPOT_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5)
 DURATION_BUCKETS = tuple(0.01 * 2**n for n in range(14))
@@ -27,7 +27,8 @@ RATIO_BUCKETS = tuple(n / 10 for n in range(11))
 
 
 class Metrics:
-    """`page` serves /metrics. Children are made once per set of label values; the observer keeps them."""
+    """The metrics of one model; `page` serves /metrics. A child is made once for each set of label values, and the
+    observer keeps it."""
 
     def __init__(self, model_name: str):
         self.model_name = model_name
@@ -35,7 +36,7 @@ class Metrics:
         self._made: dict[str, typing.Any] = {}
 
     def of(self, model_name: str) -> "Metrics":
-        """Return the same families for the children of another model."""
+        """Return the same families for another model."""
         other = copy.copy(self)
         other.model_name = model_name
         return other
@@ -47,7 +48,7 @@ class Metrics:
         return Family(self._once(name, prometheus_client.Counter, text, labels), self.model_name)
 
     def collect(self, *readings: "Gauge | Count") -> None:
-        """Expose what is read at each scrape, and only then."""
+        """Expose values that are read at each scrape, and only then."""
         self._registry.register(_Collector(readings, self.model_name))
 
     def _once(self, name: str, kind: Callable, text: str, labels: Sequence[str], **options):
@@ -57,11 +58,11 @@ class Metrics:
 
     @property
     def page(self) -> Page:
-        """Return what answers a scrape: with exemplars for those that can read them."""
+        """Answer a scrape, with exemplars if the client accepts them."""
         return Page(self.exposition, form=lambda request: "openmetrics" in request.headers.get("accept", ""))
 
     def exposition(self, is_openmetrics: bool = False) -> Response:
-        """Return the text; in the form of OpenMetrics it has exemplars."""
+        """Return the text of all families; OpenMetrics has exemplars."""
         if is_openmetrics:
             return Response(openmetrics.generate_latest(self._registry), media_type=openmetrics.CONTENT_TYPE_LATEST)
         return Response(classic_text(self._registry), media_type=prometheus_client.CONTENT_TYPE_LATEST)
@@ -71,7 +72,7 @@ Child = typing.TypeVar("Child")
 
 
 class Family(typing.Generic[Child]):
-    """A metric of one model: `family(*label values)` is its child."""
+    """A metric of one model: `family(*label_values)` returns the child."""
 
     def __init__(self, metric, model_name: str):
         self._metric, self._model_name = metric, model_name
@@ -84,8 +85,8 @@ class Family(typing.Generic[Child]):
 
 
 class Histogram:
-    """A histogram for one thread: observing takes 0.6 us, one of prometheus_client's 8 with its lock and exemplar, and
-    a request has seventeen of them."""
+    """A histogram for one thread. An observation takes 0.6 us; prometheus_client's, with lock and exemplar, takes 8,
+    and a request has seventeen."""
 
     def __init__(self, buckets: Sequence[float]):
         self._bounds = tuple(buckets)
@@ -94,7 +95,7 @@ class Histogram:
         self._sum = 0.0
 
     def observe(self, value: float, trace_id: int = 0) -> None:
-        """`trace_id` 0: no exemplar."""
+        """Count a value, with an exemplar unless `trace_id` is 0."""
         index = bisect_left(self._bounds, value)
         self._counts[index] += 1
         self._sum += value
@@ -102,7 +103,7 @@ class Histogram:
             self._exemplars[index] = trace_id, value, time.time()
 
     def add_to(self, family: HistogramMetricFamily, label_values: Sequence[str]) -> None:
-        """Add what was observed to a family."""
+        """Add the observations to a family."""
         total, buckets = 0, []
         bounds = [*map(floatToGoString, self._bounds), "+Inf"]
         for bound, count, exemplar in zip(bounds, self._counts, self._exemplars, strict=True):
@@ -113,7 +114,7 @@ class Histogram:
 
 
 class _Histograms:
-    """The histograms of one family, by the values of its labels."""
+    """The histograms of one family, by their label values."""
 
     def __init__(
         self, name: str, text: str, labels: Sequence[str], registry: CollectorRegistry, buckets: Sequence[float]
@@ -133,8 +134,9 @@ class _Histograms:
 
 
 class Gauge:
-    """`read()` gives one number, None where there is none to show, or a number for each value of its label, or each
-    tuple of several `labels`; one that is `by_model` gives as much for each name of a model."""
+    """A gauge that is read at each scrape. `read()` returns one number, None to show none, or a mapping from label
+    values (tuples if there are several `labels`) to numbers; with `by_model`, a mapping from model names to such
+    results."""
 
     def __init__(self, name: str, text: str, read, *labels: str, by_model: bool = False):
         self.name, self.text, self.read, self.labels, self.by_model = name, text, read, labels, by_model
@@ -150,7 +152,7 @@ class Gauge:
 
 
 class Count:
-    """A counter that is kept elsewhere since the object was made: `read()` gives its value for each tuple of
+    """A counter that other code keeps, counted since this object was made. `read()` returns its value for each tuple of
     `labels`."""
 
     def __init__(self, name: str, text: str, read: Callable[[], Mapping[tuple[str, ...], float]], *labels: str):
@@ -158,7 +160,7 @@ class Count:
         self._created = time.time()
 
     def family(self, model_name: str) -> CounterMetricFamily:
-        """Return what is exposed now."""
+        """Return the family to expose now."""
         family = CounterMetricFamily(self.name, self.text, labels=["model_name", *self.labels])
         for values, number in self.read().items():
             family.add_metric([model_name, *values], number, created=self._created)
@@ -166,7 +168,7 @@ class Count:
 
 
 def num_tasks() -> int:
-    """Return the number of tasks of the running event loop; 0 without one."""
+    """Return the number of tasks of the running event loop; 0 without a loop."""
     try:
         return len(asyncio.all_tasks())
     except RuntimeError:

@@ -1,5 +1,5 @@
-"""The phases of a request up to its second message, in order: fields of Timing without their `_s`. They follow each
-other without a gap. Page and report draw each in its own colour."""
+"""The phases of a request up to its second message, in order: the fields of Timing without `_s`. They follow one
+another without a gap. The page and the report draw each phase in its colour."""
 
 PHASES = (
     "tokenize", "route", "admit", "prefill_queue", "prefill", "first_delivery", "kv_wait", "decode_queue", "first_step",

@@ -1,4 +1,4 @@
-"""Gauges that every process has: of its log, its event loop, its memory and its certificate."""
+"""Gauges that every process has: of its log, event loop, memory and certificate."""
 
 import sys
 
@@ -9,19 +9,19 @@ from baton.service.security.tls import Tls
 
 
 def process_gauges(tls: Tls | None) -> list[Gauge]:
-    """Return them, read at each scrape. `tls`: of its ports."""
+    """Return the gauges, which are read at each scrape. `tls` holds the certificate of the process's ports."""
 
     def certificate_end() -> float | None:
         try:
             return None if tls is None else tls.ends_at()
-        except (OSError, ValueError):  # what was never read, and what OpenSSL alone can read
+        except (OSError, ValueError):  # never read yet, or a form that OpenSSL alone can read
             return None
 
     certificate_end()  # its first call takes a tenth of a second
     return [
         Gauge("baton_log_lines_lost", "log lines that could not be written", logs.num_lost),
         Gauge("baton_tasks", "tasks of the event loop", num_tasks),
-        # What grows for ever is in use; what only the resident size has grown by is held beyond.
+        # Memory that grows for ever is in use; growth of the resident size alone is memory that malloc keeps.
         Gauge(
             "baton_heap_bytes", "memory that malloc has in use, and that it holds beyond", system.heap_bytes, "state"
         ),

@@ -1,5 +1,5 @@
-"""The SDK's exporter of spans, with an encoding of its own: of 12 attributes the SDK's took 47 us on an EPYC, this one
-15. Loaded only where spans are sent: the SDK costs 0.2 s and 20 MB."""
+"""The SDK's exporter of spans with its own encoder: a span of 12 attributes takes 15 us, the SDK's encoder took 47 (on
+an EPYC). Imported only if spans are sent: the SDK costs 0.2 s and 20 MB."""
 
 import logging
 import os
@@ -22,19 +22,20 @@ _KINDS = {
     "server": Span.SPAN_KIND_SERVER,
     "client": Span.SPAN_KIND_CLIENT,
 }
-_LOCAL = SPAN_FLAGS_CONTEXT_HAS_IS_REMOTE_MASK  # where a parent is, is known: in this trace, and not said further
-_MAX_KNOWN = 512  # attributes that come again and again: names of models, workers, tenants, small numbers
-_RUN = 16  # spans that are encoded before other threads may have the interpreter
+_LOCAL = SPAN_FLAGS_CONTEXT_HAS_IS_REMOTE_MASK  # OTLP flag: it is known whether the parent is remote, and it is not
+_MAX_KNOWN = 512  # cached attributes that repeat: names of models, workers, tenants, small numbers
+_RUN = 16  # spans to encode before other threads may have the interpreter
 
 
 class FinishedSpan(NamedTuple):
-    """A span that has ended. `status`: ok, error or cancelled; `kind`: internal, server or client. `links` have a
-    trace_id and a span_id, `events` a name, wall_ns and attributes. Attributes that are None are left out."""
+    """A span that has ended. `status` is ok, error or cancelled; `kind` is internal, server or client. Each of `links`
+    has trace_id and span_id; each of `events` has name, wall_ns and attributes. Attributes that are None are not
+    sent."""
 
     name: str
     trace_id: int
     span_id: int
-    parent_id: int  # 0: it is the root
+    parent_id: int  # 0 for a root span
     start_wall_ns: int
     end_wall_ns: int
     attributes: Mapping[str, object]
@@ -45,7 +46,7 @@ class FinishedSpan(NamedTuple):
 
 
 class SpanExporter(OTLPSpanExporter):
-    """Export FinishedSpans of this process, as `service_name`."""
+    """Export FinishedSpans of this process under `service_name`."""
 
     def __init__(self, service_name: str, **options: Any):
         super().__init__(**options)
@@ -54,12 +55,12 @@ class SpanExporter(OTLPSpanExporter):
         _add_attributes(self._head.resource_spans.add().resource.attributes, resource.attributes)
 
     def send(self, spans: Sequence[FinishedSpan]) -> bool:
-        """Send them, encoded once, however often that is tried; return whether the collector took them."""
+        """Send the spans, encoded once for all retries of the SDK; return whether the collector accepted them."""
         self._request = self.encode(spans)
         return self.export(cast(Any, spans)) is SpanExportResult.SUCCESS
 
     def encode(self, spans: Sequence[FinishedSpan]) -> ExportTraceServiceRequest:
-        """Return the message that a collector takes."""
+        """Return the export request of the spans."""
         request = ExportTraceServiceRequest()
         request.CopyFrom(self._head)
         scope = request.resource_spans[0].scope_spans.add()
@@ -86,7 +87,7 @@ def _encode(span: FinishedSpan, message: Span) -> None:
     message.name, message.kind, message.flags = span.name, _KINDS[span.kind], _LOCAL
     message.start_time_unix_nano = span.start_wall_ns
     message.end_time_unix_nano = max(span.start_wall_ns, span.end_wall_ns)
-    # A cancelled call is no error, and gRPC instrumentation elsewhere leaves it unmarked: say it.
+    # Mark a cancelled span by an attribute: a cancelled call is no error, and gRPC's instrumentation does not mark it.
     message.status.code = Status.STATUS_CODE_ERROR if span.status == "error" else Status.STATUS_CODE_UNSET
     _add_attributes(message.attributes, span.attributes)
     message.attributes.append(_known("baton.status", span.status))

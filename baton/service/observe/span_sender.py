@@ -1,7 +1,7 @@
-"""Emit the spans of what has ended once a second, and send them every few, in a thread of their own.
+"""Collect finished work, emit its spans once a second, and send them every few seconds, in a thread of their own.
 
-Emitted one after another they take a third of the CPU that each takes right behind its request, in caches that hold
-other things (of a gateway 37 us a request in place of 117, exploratory, on an EPYC); and no event loop waits for it."""
+Emitting many in a row takes a third of the CPU of emitting each right after its request, when the caches hold other
+data (in a gateway 37 us a request instead of 117, exploratory, on an EPYC); and no event loop waits for it."""
 
 import logging
 import threading
@@ -12,28 +12,28 @@ from collections.abc import Callable
 from baton.service.observe.span_exporter import FinishedSpan, SpanExporter
 
 _EMIT_S = 1.0
-_MAX_INTERVAL_S = 30.0  # between two tries of a collector that takes nothing: each takes 2 ms of CPU (exploratory)
+_MAX_INTERVAL_S = 30.0  # between two tries while the collector takes nothing: each takes 2 ms of CPU (exploratory)
 _BATCH = 512
-_MAX_TRIES = 5  # of a batch: the collector may be down for some 90 s, or never take this one
-_MAX_WAITING = 16_384 - _BATCH  # spans, beside those of a batch
+_MAX_TRIES = 5  # per batch: the collector may be down for some 90 s, or never accept this batch
+_MAX_WAITING = 16_384 - _BATCH  # spans, besides those of a batch
 _MAX_UNEMITTED = 4_096  # requests and keys
-_QUIET_S = 60.0  # between two lines about what was dropped
+_QUIET_S = 60.0  # between two log lines about dropped spans
 
 log = logging.getLogger(__name__)
 
 
 class SpanSender:
-    """Hold what is to be emitted and sent; the oldest is dropped where a collector takes nothing for long, or never
-    takes it.
+    """Hold work to emit and spans to send. The oldest are dropped while a collector accepts nothing for long, or never
+    accepts them.
 
-    It sends each `interval_s`, and sooner where a batch is full; less often where the collector takes nothing."""
+    Sends every `interval_s`, sooner if a batch is full, and less often while the collector accepts nothing."""
 
     def __init__(self, exporter: SpanExporter, interval_s: float):
         self._exporter = exporter
         self._unemitted: deque[tuple[Callable[..., object], tuple]] = deque(maxlen=_MAX_UNEMITTED)
         self._waiting: deque[FinishedSpan] = deque(maxlen=_MAX_WAITING)
-        self._batch: list[FinishedSpan] = []  # older ones, which the collector has not taken yet
-        self._num_tries = 0  # of that batch
+        self._batch: list[FinishedSpan] = []  # the oldest spans, which the collector has not accepted yet
+        self._num_tries = 0  # for `_batch`
         self._sending = threading.Lock()
         self._closing = threading.Event()
         self._min_interval_s = self._interval_s = interval_s
@@ -43,11 +43,11 @@ class SpanSender:
         self._thread.start()
 
     def emit_later(self, emit: Callable[..., object], *args: object) -> None:
-        """Call `emit(*args)`, which adds spans, within a second."""
+        """Call `emit(*args)`, which adds spans, within a second in the sender's thread."""
         self._append(self._unemitted, (emit, args))
 
     def add(self, *fields) -> None:
-        """Send the FinishedSpan of these fields with the next ones."""
+        """Queue the FinishedSpan of these fields for the next batch."""
         self._append(self._waiting, FinishedSpan(*fields))
 
     def _append(self, queue: deque, item: tuple) -> None:
@@ -55,13 +55,14 @@ class SpanSender:
         queue.append(item)
 
     def flush(self) -> None:
-        """Send all that there is now, however often the collector took nothing. It may take the time of an export."""
+        """Send everything that is queued now, even if the collector refused it before. It may take as long as an
+        export."""
         with self._sending:
             self._emit()
             self._export()
 
     def shut_down(self) -> None:
-        """Send what there is, and end. What the collector does not take is dropped."""
+        """Send what is queued, and stop. Spans that the collector does not accept are dropped."""
         self._closing.set()
         self._thread.join()
         self.flush()
@@ -94,7 +95,7 @@ class SpanSender:
                 emit(*args)
             except Exception:
                 log.exception("telemetry: spans could not be emitted")
-            time.sleep(0)  # an event loop that waits for the interpreter goes on after one, not after 5 ms
+            time.sleep(0)  # an event loop that waits for the interpreter continues after one emission, not after 5 ms
 
     def _export(self) -> None:
         begun_at, is_sent = time.monotonic(), True
@@ -112,7 +113,8 @@ class SpanSender:
                 self._num_dropped += len(self._batch)
             if is_sent or is_given_up:
                 self._batch, self._num_tries = [], 0
-            self._emit()  # an export may take seconds, and what is not emitted yet holds its request
+            self._emit()  # an export may take seconds, and work that is not emitted yet keeps its request in memory
             doubled_s = max(self._min_interval_s, min(2 * self._interval_s, _MAX_INTERVAL_S))
             self._interval_s = self._min_interval_s if is_sent else doubled_s
-        self._next_at = begun_at + self._interval_s  # from its end each would miss a turn of the thread
+        # counted from its start: from its end, each export would miss a turn of the thread
+        self._next_at = begun_at + self._interval_s

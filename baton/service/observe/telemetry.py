@@ -1,6 +1,6 @@
-"""Traces over OTLP/gRPC. Spans are made after the fact from stamps that were taken anyway, so a request pays nothing
-while it runs, and in the thread that sends them. Without an endpoint nothing is loaded and nothing is sent; trace ids
-still flow, for logs and errors."""
+"""Traces over OTLP/gRPC. Spans are made after a request has ended, from stamps that were taken anyway and in the thread
+that sends them, so a running request pays nothing. Without an endpoint no library is loaded and nothing is sent; trace
+ids still propagate, for logs and errors."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ NO_ATTRIBUTES: Mapping[str, object] = MappingProxyType({})
 
 
 class TraceContext(NamedTuple):
-    """A span by its ids: what a child or another process needs to hang its spans below it. span_id 0: no span."""
+    """A span by its ids, which children and other processes refer to as their parent. span_id 0 means no span."""
 
     trace_id: int
     span_id: int
@@ -41,7 +41,7 @@ class TraceContext(NamedTuple):
 
 
 class SpanEvent(NamedTuple):
-    """Something that happened within a span."""
+    """An event within a span."""
 
     name: str
     wall_ns: int
@@ -49,13 +49,13 @@ class SpanEvent(NamedTuple):
 
 
 class Clock:
-    """Pairs the monotonic clock with the wall once, so that all stamps of a process shift alike."""
+    """Convert monotonic stamps to wall time by one offset, so that all stamps of a process shift alike."""
 
     def __init__(self) -> None:
         self._offset_ns = time.time_ns() - time.monotonic_ns()
 
     def wall_ns(self, stamp_s: float) -> int:
-        """Wall time in ns of a `time.monotonic()` stamp."""
+        """Return the wall time in ns of a monotonic stamp in seconds."""
         return self._offset_ns + round(stamp_s * 1e9)
 
 
@@ -63,8 +63,9 @@ CLOCK = Clock()  # of this process: what its spans are timed by, and what others
 
 
 def new_context(parent: TraceContext | None = None, sample: float = 1.0) -> TraceContext:
-    """Ids for a span that starts now: in the parent's trace, sampled as the parent is; or in a trace of its own, of
-    which the share `sample` is sampled: by the id, so that processes with another share agree."""
+    """Return ids for a span that starts now. With a parent it is in the parent's trace and sampled as the parent is.
+    Otherwise it starts a trace, of which the share `sample` is sampled; the trace id decides, so that processes with
+    other shares agree."""
     if parent is not None:
         return TraceContext(parent.trace_id, new_span_id(), parent.sampled)
     trace_id = secrets.randbits(128) or 1
@@ -76,13 +77,14 @@ def new_span_id() -> int:
 
 
 def span_id_of(trace_id: int, *parts: object) -> int:
-    """The id of a span that another process emits: a process that knows its parts can link to it."""
+    """Return the id of a span that another process emits, derived from `parts`: a process that knows the parts can link
+    to it."""
     text = "\0".join(map(str, (trace_id, *parts)))
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") or 1
 
 
 def parse_traceparent(text: str) -> TraceContext | None:
-    """W3C trace context, or None where `text` is not one."""
+    """Parse a W3C traceparent; None if `text` is not one."""
     found = _TRACEPARENT.fullmatch(text.strip())
     if not found or found[1] == "ff" or (found[1] == "00" and found[5]):
         return None
@@ -98,9 +100,9 @@ _sender: SpanSender | None = None
 
 
 def setup(service_name: str, endpoint: str | None = None) -> bool:
-    """Send this process's spans to `endpoint` (default: by OpenTelemetry's variables); False, and off, without one, or
-    where what the variables say cannot be used, which is logged. What is queued at exit is flushed within 5 s, or
-    dropped when the collector is dead."""
+    """Send this process's spans to `endpoint` (default: that of OpenTelemetry's variables) and return whether they are
+    sent. They are off without an endpoint, or if the variables cannot be followed, which is logged. Spans that are
+    queued at exit are flushed within 5 s, or dropped if the collector does not answer."""
     global _sender
     shut_down()
     if endpoint := endpoint or collector_endpoint("TRACES"):
@@ -117,7 +119,7 @@ def setup(service_name: str, endpoint: str | None = None) -> bool:
 
 
 def exporter_options(endpoint: str, signal: Signal) -> dict[str, Any]:
-    """Return what an exporter of OpenTelemetry is made with. Raises ValueError as `collector_credentials` does."""
+    """Return the arguments of OpenTelemetry's exporters. Raises ValueError as `collector_credentials` does."""
     if (protocol := os.environ.get("OTEL_EXPORTER_OTLP_PROTOCOL", "grpc")) != "grpc":
         log.warning("OTEL_EXPORTER_OTLP_PROTOCOL is %s: %s goes by gRPC", protocol, signal.lower())
     credentials = collector_credentials(endpoint, signal)
@@ -130,7 +132,7 @@ def exporter_options(endpoint: str, signal: Signal) -> dict[str, Any]:
 
 
 def _export_interval_s() -> float:
-    """By OTEL_BSP_SCHEDULE_DELAY, which is in ms."""
+    """Return the interval that OTEL_BSP_SCHEDULE_DELAY (in ms) sets."""
     text = os.environ.get("OTEL_BSP_SCHEDULE_DELAY") or str(_EXPORT_INTERVAL_MS)
     if text.isascii() and text.isdecimal() and int(text) > 0:
         return int(text) / 1e3
@@ -144,8 +146,8 @@ def enabled() -> bool:
 
 
 def emit_later(emit: Callable[..., object], *args: object) -> None:
-    """Call `emit(*args)`, which emits spans of what has ended, within a second, in the thread that sends them. Nothing
-    it reads may change any more."""
+    """Call `emit(*args)`, which emits spans of finished work, within a second in the thread that sends them. Nothing
+    that it reads may change any more."""
     if _sender:
         _sender.emit_later(emit, *args)
 
@@ -162,9 +164,8 @@ def emit_span(
     links: Iterable[TraceContext] = (),
     events: Iterable[SpanEvent] = (),
 ) -> int:
-    """Send one finished span of `parent`'s trace below `parent` (span_id 0: it is the root); returns its id.
-
-    status: ok | error | cancelled. kind: internal | server | client. Attributes that are None are left out."""
+    """Send one finished span below `parent`, in its trace, and return its id (a parent with span_id 0 makes it the
+    root). status: ok | error | cancelled. kind: internal | server | client. Attributes that are None are left out."""
     span_id = span_id or new_span_id()
     if status not in _STATUSES:
         raise ValueError(f"unknown span status {status!r}")
@@ -177,12 +178,13 @@ def emit_span(
 
 
 def flush(timeout_s: float = FLUSH_S) -> bool:
-    """Send what is queued; False when it took longer than `timeout_s`."""
+    """Send what is queued; return False if it took longer than `timeout_s`."""
     return _sender is None or within(_sender.flush, timeout_s)
 
 
 def within(work: Callable[[], object], timeout_s: float) -> bool:
-    """Run `work` in a daemon thread: the exporter's own timeouts do not bound what a dead collector costs."""
+    """Run `work` in a daemon thread and return whether it ended within `timeout_s`. The exporter's own timeouts do not
+    bound what a collector that does not answer costs."""
     thread = threading.Thread(target=work, name="telemetry-flush", daemon=True)
     thread.start()
     thread.join(timeout_s)
@@ -190,7 +192,7 @@ def within(work: Callable[[], object], timeout_s: float) -> bool:
 
 
 def shut_down(timeout_s: float = FLUSH_S) -> None:
-    """Flush and turn telemetry off; runs by itself at exit."""
+    """Flush and turn telemetry off; also runs at exit."""
     global _sender
     if _sender and not within(_sender.shut_down, timeout_s):
         log.warning("telemetry: the collector did not take all spans within %.0f s", timeout_s)

@@ -26,10 +26,10 @@ ChannelOptions = tuple[tuple[str, object], ...]
 
 
 class _KeyFile:
-    """Called for the key that is in a file now; while that is written, it is the one before."""
+    """Return the key that is in a file now when called; while the file is being written, the previous key."""
 
     def __init__(self, path: Path):
-        """Raises OSError."""
+        """Read the file. Raises OSError."""
         self._path, self._key = path, path.read_text().strip()
 
     def __call__(self) -> str:
@@ -40,7 +40,7 @@ class _KeyFile:
 
 @dataclass(frozen=True)
 class Access:
-    """Plain text and no credential where nothing is given."""
+    """What a caller trusts and shows. Without any file it speaks plain text and shows no credential."""
 
     tls_ca: Path | None = None
     tls_cert: Path | None = None
@@ -54,8 +54,8 @@ class Access:
         self, target: str, options: ChannelOptions = (), name: str = GATEWAY_NAME, *, blocking: Literal[True]
     ) -> grpc.Channel: ...
     def channel(self, target: str, options: ChannelOptions = (), name: str = GATEWAY_NAME, *, blocking: bool = False):
-        """A channel to `host:port`, of the files as they are now. With a certificate of ours the server must have
-        `name` in its own; else the host of `target`. Raises OSError."""
+        """Return a channel to `host:port` with the files as they are now. If we show a certificate, the server's must
+        have `name`, else the host of `target`. Raises OSError."""
         kind = grpc if blocking else grpc.aio
         options = (("grpc.enable_http_proxy", 0), *options)
         if self.tls_ca is None:
@@ -67,12 +67,12 @@ class Access:
 
     @property
     def api_key(self) -> str | None:
-        """The key, of the file as it is now. Raises OSError."""
+        """The key, read from the file now. Raises OSError."""
         return None if self.api_key_file is None else self.api_key_file.read_text().strip()
 
     def for_client(self) -> dict[str, Any]:
-        """Return the arguments of a baton.client that say as whom it comes: of each attempt by the key as it is then.
-        Raises OSError."""
+        """Return the arguments of a baton.client that say who calls; the key is read again for each attempt. Raises
+        OSError."""
         return {
             "api_key": None if self.api_key_file is None else _KeyFile(self.api_key_file),
             "tls_ca": self.tls_ca,
@@ -83,13 +83,13 @@ class Access:
 
     @property
     def metadata(self) -> tuple[tuple[str, str], ...]:
-        """For every call. Raises OSError."""
+        """Metadata for every call. Raises OSError."""
         key = self.api_key
         return () if key is None else (("authorization", f"Bearer {key}"),)
 
 
 def add_access_flags(parser: argparse.ArgumentParser) -> None:
-    """--tls-ca, --tls-cert, --tls-key, --api-key-file; each also as BATON_TLS_CA and so on."""
+    """Add --tls-ca, --tls-cert, --tls-key and --api-key-file; each is also set by BATON_TLS_CA and so on."""
     group = parser.add_argument_group("a stack with TLS and credentials")
     for name, text in _FLAGS:
         flag = f"--{name.replace('_', '-')}"
@@ -97,7 +97,7 @@ def add_access_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def read_access(args: argparse.Namespace) -> Access:
-    """Raises SettingsError, one line."""
+    """Return the access settings of flags and environment. Raises SettingsError, one line."""
     given = {name: getattr(args, name) or os.environ.get(f"BATON_{name.upper()}") for name, _ in _FLAGS}
     access = Access(**{name: Path(value) for name, value in given.items() if value})
     if (access.tls_cert is None) != (access.tls_key is None) or (access.tls_cert and not access.tls_ca):
@@ -110,18 +110,19 @@ def read_access(args: argparse.Namespace) -> Access:
 
 
 def _check_key(access: Access) -> None:
-    """Raises SettingsError."""
+    """Check that the file holds one key. Raises SettingsError."""
     try:
         key = access.api_key
     except UnicodeDecodeError:
         key = ""
-    if key is not None and not re.fullmatch("[!-~]+", key):  # the credentials file beside it, or a certificate
+    # for instance the credentials file beside it, or a certificate
+    if key is not None and not re.fullmatch("[!-~]+", key):
         raise SettingsError(f"--api-key-file {access.api_key_file}: holds no key, which is one word of printable ASCII")
 
 
 def _check_is_readable(flag: str, path: Path) -> None:
-    """Raises SettingsError."""
+    """Check that the file can be read. Raises SettingsError."""
     try:
-        path.open("rb").close()  # os.access is content with a folder
+        path.open("rb").close()  # os.access also accepts a folder
     except OSError as error:
         raise SettingsError(f"{flag} {path}: cannot be read: {error.strerror}") from None

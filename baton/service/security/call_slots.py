@@ -1,10 +1,9 @@
-"""Slots for calls: how many may be open at once, by what is called and by whom, so that no caller fills those of
+"""Slots for calls: they bound how many calls may be open, by method and by caller, so that no caller takes the slots of
 others.
 
-A call holds its slot from before its first message is read until it ends. Until that message has come it holds it
-weakly: where a caller's slots are full, a new call takes the one of its oldest silent call. So silent calls
-keep no other call out, not even one of the same caller.
-"""
+A call holds its slot from before its first message is read until it ends. Until that message arrives, the call is
+silent and may lose its slot: if all slots of a caller are taken, a new call replaces the caller's oldest silent call.
+So silent calls keep no other call out, not even one of the same caller."""
 
 import asyncio
 import time
@@ -16,12 +15,12 @@ from urllib.parse import unquote
 from baton.fairness import has_room
 from baton.service.errors import BatonError, DeadlineExceeded, InvalidRequest, Overloaded
 
-MAX_CALLS = 256  # of tenants without a quota of their own
+MAX_CALLS = 256  # of all tenants without a quota
 FIRST_MESSAGE_S, SHORT_MESSAGE_S = 5.0, 2.0
 _INFERENCE = "/baton.v1.Inference/"
 _WATCH = "/grpc.health.v1.Health/Watch"
-_MAX_WATCHES_OF_HOST = 2  # by callers that show nothing of themselves
-_SPARE_CALLS = 8  # beyond a quota, which refuses in its own words
+_MAX_WATCHES_OF_HOST = 2  # by callers without certificate or key
+_SPARE_CALLS = 8  # above a quota, which refuses with its own message
 _RETRY_AFTER_S = 0.5
 
 T = TypeVar("T")
@@ -30,7 +29,7 @@ Caller = str | frozenset[str] | None
 
 
 class _Kind(NamedTuple):
-    max_calls: int  # of one caller
+    max_calls: int  # per caller
     first_message_s: float = FIRST_MESSAGE_S
 
 
@@ -40,29 +39,30 @@ _KINDS = {
     "/grpc.health.v1.Health/List": _Kind(16, SHORT_MESSAGE_S),
     "/baton.v1.Registration/Register": _Kind(256),
     "/baton.v1.Worker/Session": _Kind(256),  # a gateway has one
-    "/baton.kv.Raw/Pull": _Kind(1024, SHORT_MESSAGE_S),  # a request that moves has one
+    "/baton.kv.Raw/Pull": _Kind(1024, SHORT_MESSAGE_S),  # each request whose KV moves has one
 }
-_OTHERS = _Kind(16)  # what operators ask, reflection
+_OTHERS = _Kind(16)  # calls of operators, reflection
 
 
 class CallSlots:
     """Bound the open calls of one server. Belongs to its event loop.
 
-    `max_calls`: of all tenants together, to the methods of Inference. One tenant alone may have all of them; another
-    that comes gets its share even then."""
+    `max_calls` bounds the calls of all tenants to the methods of Inference. One tenant alone may have all of them; a
+    tenant that comes later still gets its share."""
 
     def __init__(self, max_calls: int = MAX_CALLS, quota_of: Callable[[str], int | None] = lambda tenant: None):
-        """`quota_of(tenant)`: how many requests it may have at once; None: it has no quota."""
+        """Bound calls. `quota_of(tenant)` returns how many concurrent requests the tenant may have, None without a
+        quota."""
         self._quota_of = quota_of
         self._max_calls = max_calls
         self._num_open: Counter[tuple[str, Caller]] = Counter()
-        self._of_tenants: Counter[str] = Counter()  # to Inference
-        self._num_watches: Counter[str] = Counter()  # by host, of callers that show nothing
+        self._of_tenants: Counter[str] = Counter()  # open calls to Inference, by tenant
+        self._num_watches: Counter[str] = Counter()  # by host, of callers without certificate or key
         self._silent: dict[tuple[str, Caller], dict[CallSlot, None]] = {}  # the oldest first
-        self._watched: set[tuple[str, Caller]] = set()  # a timer runs for its oldest silent call
+        self._watched: set[tuple[str, Caller]] = set()  # keys with a running timer for their oldest silent call
 
     def enter(self, method: str, caller: Caller, peer: str) -> "CallSlot":
-        """A slot, for `with`. `peer`: as gRPC names it. Raises Overloaded."""
+        """Return a slot, for use in `with`. `peer` is gRPC's name of the caller's address. Raises Overloaded."""
         kind = _KINDS.get(method, _OTHERS)
         key = (_INFERENCE if method.startswith(_INFERENCE) else method, caller)
         host = _host(peer) if method == _WATCH and caller is None else ""
@@ -83,8 +83,8 @@ class CallSlots:
         return slot
 
     def _watch(self, key: tuple[str, Caller], due_s: float, in_s: float | None = None) -> None:
-        """End those of its silent calls that are too old, when the oldest is. One timer for all of a kind and caller:
-        one for each call was a fifth of what a call costs here that says nothing."""
+        """Start the timer that ends the silent calls of `key` when the oldest is too old. All calls of a kind and
+        caller share one timer: a timer for each took a fifth of the cost of a silent call."""
         self._watched.add(key)
         asyncio.get_running_loop().call_later(due_s if in_s is None else in_s, self._end_late, key, due_s)
 
@@ -100,13 +100,13 @@ class CallSlots:
         num_open = self._num_open[key]
         if key[0] != _INFERENCE:
             return num_open < kind.max_calls
-        if (quota := self._quota_of(cast("str", key[1]))) is not None:  # a tenant
+        if (quota := self._quota_of(cast("str", key[1]))) is not None:  # the caller is a tenant
             return num_open < quota + _SPARE_CALLS
         num_tenants = len(self._of_tenants) + (key[1] not in self._of_tenants)
         return has_room(self._max_calls, self._of_tenants.total(), num_open, 1, num_tenants)
 
     def _counted(self, slot: "CallSlot") -> Iterator[tuple[Counter, Hashable]]:
-        """Yield the counters that hold this call, each with its key."""
+        """Yield each counter that counts this call, with its key."""
         yield self._num_open, slot.key
         if slot.key[0] == _INFERENCE:
             yield self._of_tenants, slot.key[1]
@@ -114,14 +114,14 @@ class CallSlots:
             yield self._num_watches, slot.host
 
     def heard(self, slot: "CallSlot") -> None:
-        """It waits for no message any more."""
+        """Record that the first message of the slot's call has arrived."""
         if (silent := self._silent.get(slot.key)) is not None:
             silent.pop(slot, None)
             if not silent:
                 del self._silent[slot.key]
 
     def left(self, slot: "CallSlot") -> None:
-        """It is free."""
+        """Free the slot."""
         self.heard(slot)
         for counter, name in self._counted(slot):
             counter[name] -= 1
@@ -130,21 +130,20 @@ class CallSlots:
 
 
 class CallSlot:
-    """Hold the slot of one call, as a context manager."""
+    """The slot of one call, held as a context manager."""
 
     __slots__ = ("key", "host", "entered_at", "_slots", "_task", "_error", "_is_left")
 
     def __init__(self, slots: CallSlots, key: tuple[str, Caller], host: str):
         self.key, self.host, self.entered_at = key, host, time.monotonic()
         self._slots = slots
-        self._task: asyncio.Task | None = None  # that waits for the message
+        self._task: asyncio.Task | None = None  # the task that waits for the first message
         self._error: BatonError | None = None
         self._is_left = False
 
     async def first(self, read: Callable[[], Awaitable[T]]) -> T:
-        """Return the first message, as `read()` does. Raises DeadlineExceeded where it does not come in time,
-        Overloaded where another call has taken the slot meanwhile, InvalidRequest where there is none
-        (StopAsyncIteration)."""
+        """Return the first message, read by `read()`. Raises DeadlineExceeded if it does not arrive in time, Overloaded
+        if another call takes the slot meanwhile, InvalidRequest if there is none (StopAsyncIteration)."""
         if self._error is not None:
             raise self._error
         self._task = task = asyncio.current_task()
@@ -153,7 +152,7 @@ class CallSlot:
         except StopAsyncIteration:
             raise InvalidRequest("message", "there is none") from None
         except asyncio.CancelledError:
-            if self._error is None or task is None or task.uncancel():  # the call's own end
+            if self._error is None or task is None or task.uncancel():  # the call itself was cancelled
                 raise
             raise self._error from None
         finally:
@@ -161,7 +160,7 @@ class CallSlot:
             self._slots.heard(self)
 
     def end(self, error: BatonError) -> None:
-        """Its message is waited for no longer, and the slot is free."""
+        """Free the slot, and end the wait for the first message with `error`."""
         self._error = error
         self._leave()
         if self._task is not None:
@@ -184,6 +183,7 @@ def _full(message: str) -> Overloaded:
 
 
 def _host(peer: str) -> str:
-    """198.51.100.7 of "ipv4:198.51.100.7:4711". On loopback, where all share an address, the whole: one connection."""
+    """Return the host of a peer: 198.51.100.7 of "ipv4:198.51.100.7:4711". On loopback, where all callers share an
+    address, return the whole peer, which is one connection."""
     host = unquote(peer).partition(":")[2].rpartition(":")[0]
     return peer if host in ("", "[::1]") or host.startswith("127.") else host

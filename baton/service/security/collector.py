@@ -1,5 +1,4 @@
-"""How exporters of spans and metrics reach a collector: what they show it and trust of it, by OpenTelemetry's
-variables."""
+"""The address and credentials of the connection to an OpenTelemetry collector, from OpenTelemetry's variables."""
 
 import os
 from pathlib import Path
@@ -11,7 +10,7 @@ Signal = Literal["TRACES", "METRICS"]
 
 
 def collector_endpoint(signal: Signal) -> str:
-    """Return the URL of the collector of `signal`; empty where there is none, or the variables say to send nothing."""
+    """Return the URL of the collector of `signal`; empty if none is set, or if the variables switch sending off."""
     is_off = os.environ.get("OTEL_SDK_DISABLED", "").lower() == "true"
     if is_off or os.environ.get(f"OTEL_{signal}_EXPORTER") == "none":
         return ""
@@ -24,9 +23,10 @@ def is_insecure(endpoint: str) -> bool:
 
 
 def collector_credentials(endpoint: str, signal: Signal) -> grpc.ChannelCredentials | None:
-    """Return those of the exporter of `signal`, by the variables of this signal where these name a certificate, else by
-    those of all; None where `endpoint` takes none. Raises ValueError where a variable names no file, or half a pair: of
-    that gRPC ends the process, and OpenTelemetry's exporters leave out what they cannot read."""
+    """Return the credentials of the exporter of `signal`, or None if `endpoint` is not https. The variables of this
+    signal apply if they name a certificate, else those for all signals. Raises ValueError if a variable names a file
+    that cannot be read, or if only one of client key and certificate is given: gRPC would end the process for the
+    latter, and OpenTelemetry's exporters ignore what they cannot read."""
     if is_insecure(endpoint):
         return None
     prefix = "OTEL_EXPORTER_OTLP_"
@@ -42,7 +42,8 @@ def collector_credentials(endpoint: str, signal: Signal) -> grpc.ChannelCredenti
 
 
 def _read_named(name: str) -> bytes | None:
-    """Return what the file has that a variable names. Raises ValueError where it cannot be read."""
+    """Return the content of the file that a variable names; None if the variable is not set. Raises ValueError if the
+    file cannot be read."""
     path = os.environ.get(name)
     try:
         return Path(path).read_bytes() if path else None

@@ -35,10 +35,10 @@ from baton.service.logs import fields
 from baton.service.settings import SettingsError
 
 TENANT = re.compile(r"[A-Za-z0-9_-]{1,64}")
-ALGORITHMS = ("EdDSA", "ES256", "RS256")  # none whose verifier could sign
+ALGORITHMS = ("EdDSA", "ES256", "RS256")  # no symmetric algorithm, whose verifier could sign
 _KEY_ID = re.compile(r"[A-Za-z0-9]{1,32}")
-_LOOK_S = 1.0  # between two looks at the file
-_LEEWAY_S = 10  # of clocks
+_LOOK_S = 1.0  # between two checks of the file
+_LEEWAY_S = 10  # for clocks that differ
 _MAX_BEARER_CHARS = 4096
 _NOBODY = hashlib.sha256(secrets.token_bytes(32)).digest()
 
@@ -46,7 +46,7 @@ log = logging.getLogger(__name__)
 
 
 def check_tenant(name: object) -> str:
-    """Return the name. Raises ValueError, which does not say whose name it is."""
+    """Return the name if it is valid. Raises ValueError, whose message does not repeat the name."""
     if not isinstance(name, str) or not TENANT.fullmatch(name):
         raise ValueError(f"must be a string that matches {TENANT.pattern}")
     if name == DEFAULT_TENANT:
@@ -55,7 +55,7 @@ def check_tenant(name: object) -> str:
 
 
 def new_key() -> tuple[str, str, str]:
-    """(key, its id, its sha256 in hex)."""
+    """Return (key, its id, its sha256 in hex)."""
     key_id = "k" + secrets.token_hex(4)
     key = f"baton.{key_id}.{secrets.token_urlsafe(32)}"
     return key, key_id, hashlib.sha256(key.encode()).hexdigest()
@@ -65,7 +65,7 @@ def new_key() -> tuple[str, str, str]:
 class _Key:
     tenant: str
     digest: bytes
-    expires: float  # of time.time()
+    expires: float  # in seconds since 1970, as time.time()
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class _Jwt:
     key_stamp: tuple[int, ...] | None
 
     def tenant(self, token: str) -> str:
-        """Raises Unauthenticated."""
+        """Return the tenant of a signed token. Raises Unauthenticated."""
         import jwt
 
         try:
@@ -103,18 +103,18 @@ class _Jwt:
 
 
 class Credentials:
-    """One file. `tenant(bearer)` belongs to one thread."""
+    """The credentials of one file. `tenant(bearer)` belongs to one thread."""
 
     def __init__(self, path: Path):
-        """Raises SettingsError: one line that names the place in the file."""
+        """Read the file. Raises SettingsError: one line that names the place in the file."""
         self._path = path
         self._keys, self._jwt, self._stamp = {}, None, None
         self._read()
         self._looked_at = time.monotonic()
 
     def tenant(self, bearer: str) -> str:
-        """Return the tenant of a credential. Raises Unauthenticated, in the same words for every fault of an unknown
-        one."""
+        """Return the tenant of a credential. Raises Unauthenticated, with the same message for every reason that a
+        credential is unknown."""
         self._look_again()
         if len(bearer) > _MAX_BEARER_CHARS:
             raise _unknown()
@@ -150,7 +150,7 @@ class Credentials:
             stamp, table = file_stamp(self._path), tomllib.loads(self._path.read_text())
         except OSError as error:
             raise SettingsError(f"--credentials {self._path}: {error.strerror}") from None
-        except ValueError:  # its words would show the line
+        except ValueError:  # the parser's message would show the line
             raise SettingsError(f"--credentials {self._path}: not TOML") from None
         try:
             keys = {key_id: _key(key_id, entry) for key_id, entry in _table("keys", table.pop("keys", {})).items()}

@@ -1,4 +1,4 @@
-"""Settings of gateways and workers about ports that are reachable from beyond this host, and their protection."""
+"""Settings of gateways and workers about ports that other hosts can reach, and their protection."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from baton.service.settings import option
 
 @dataclass(frozen=True, kw_only=True)
 class Exposure:
-    """Settings that gateways and workers share; their classes inherit this, and call `check_exposure`."""
+    """Settings that gateways and workers share; their settings inherit this class and call `check_exposure`."""
 
     tls_cert: Path | None = option(
         "PEM file with this process's certificate; reloaded when it changes", None, metavar="FILE"
@@ -39,11 +39,12 @@ class Exposure:
         return Tls(self.tls_cert, self.tls_key, self.tls_ca) if self.tls_cert and self.tls_key and self.tls_ca else None
 
     def has_reflection(self, is_private: bool) -> bool:
-        """`is_private`: only this host reaches the port, and needs no key."""
+        """Return whether reflection is served. `is_private`: only this host reaches the port, without a key."""
         return is_private if self.reflection is None else self.reflection
 
     def check_exposure(self, listens: Mapping[str, str], admin: str, is_protected: bool, needs: str) -> None:
-        """`listens`: addresses by flag. `is_protected`: by what `needs` names. Raises ValueError, one line."""
+        """Check that ports beyond loopback are protected. `listens` maps flags to addresses; `is_protected` says
+        whether what `needs` names is configured. Raises ValueError, one line."""
         given = {name: getattr(self, name) for name in ("tls_cert", "tls_key", "tls_ca")}
         missing = [f"--{name.replace('_', '-')}" for name, value in given.items() if value is None]
         if missing and len(missing) < len(given):
@@ -58,9 +59,9 @@ class Exposure:
 
 
 def is_loopback(address: str) -> bool:
-    """Return whether HOST:PORT is reached from this host alone."""
+    """Return whether only this host can reach HOST:PORT."""
     host = bare_host_of(address)
     try:
         return ip_address(host).is_loopback
     except ValueError:
-        return host == "localhost"  # another name, 127.example.org too, is where its DNS says
+        return host == "localhost"  # another name, even 127.example.org, is wherever its DNS says

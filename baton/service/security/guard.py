@@ -1,10 +1,9 @@
-"""Allow or refuse calls: one table for all servers, and the interceptor that enforces it and the bounds of
+"""Allow or refuse calls: one table of methods for all servers, and the interceptor that enforces it and the bounds of
 call_slots.py.
 
-Only what the table lists is allowed. A caller is a tenant by its credential, or has the roles of its
-certificate. A server with neither certificates nor credentials, which settings permit on loopback only, is open:
-any caller may call everything, as the tenant `default`.
-"""
+A method that the table does not list is refused. A caller is a tenant by its credential, or has the roles of its
+certificate. A server with neither certificates nor credentials, which settings permit on loopback only, is open: any
+caller may call everything, as the tenant `default`."""
 
 import contextlib
 import contextvars
@@ -71,13 +70,14 @@ _tenant: contextvars.ContextVar[str] = contextvars.ContextVar("tenant", default=
 
 
 def tenant() -> str:
-    """Return the tenant of the current call, by its credential; `default` where none are configured."""
+    """Return the tenant of the current call by its credential; `default` if no credentials are configured."""
     return _tenant.get()
 
 
 class Guard(grpc.aio.ServerInterceptor):
-    """`credentials` None: there are certificates alone. `slots`: how many calls may be open. `is_open`: any caller may
-    call everything. `num_denied` counts by (method, reason); a method that is not in the table counts as "other"."""
+    """The interceptor of one server. `credentials` None: callers have certificates only. `slots` bounds the open calls.
+    `is_open`: any caller may call everything. `num_denied` counts by (method, reason), with the method "other" if the
+    table does not list it."""
 
     def __init__(self, credentials: Credentials | None = None, slots: CallSlots | None = None, is_open: bool = False):
         self.num_denied: Counter[tuple[str, str]] = Counter()
@@ -103,8 +103,8 @@ class Guard(grpc.aio.ServerInterceptor):
         return handler and self._guarded(handler, handler_call_details.method, allowed, tenant)
 
     def identify(self, presented: Sequence[str], allowed: frozenset[str]) -> str | None:
-        """Return the tenant of the bearer's credential, `presented` as values of `authorization`; None without one.
-        Raises Unauthenticated where one is required."""
+        """Return the tenant of the credential in `presented`, the values of `authorization`; None without one. Raises
+        Unauthenticated if a method requires one and it is not valid."""
         if not presented or self._credentials is None:
             return None
         scheme, _, bearer = presented[0].partition(" ")
@@ -118,8 +118,9 @@ class Guard(grpc.aio.ServerInterceptor):
             raise
 
     def _guard(self, handler, method: str, allowed: frozenset[str], tenant: str | None):
-        """The same handler, behind the table. It takes a stream whatever the method's kind: gRPC would read a single
-        message before it calls us. Never a generator: what a generator holds it gives back when it is collected."""
+        """Return the handler with all checks in front of it. It takes a stream whatever the method's kind, since gRPC
+        would read a single message before it calls us. It is never a generator, which would release what it holds only
+        when it is collected."""
         stream = "stream" if handler.response_streaming else "unary"
         serve = getattr(handler, f"{'stream' if handler.request_streaming else 'unary'}_{stream}")
         is_generator = inspect.isasyncgenfunction(serve)
@@ -144,7 +145,7 @@ class Guard(grpc.aio.ServerInterceptor):
         return make(guarded, _readable(handler.request_deserializer), handler.response_serializer)
 
     async def _enter(self, context, method: str, allowed: frozenset[str], tenant: str | None) -> CallSlot:
-        """Return the slot of a call. Aborts the call if its caller lacks the role, or has too many calls open."""
+        """Return the slot of a call. Aborts the call if its caller lacks the role or has too many open calls."""
         try:
             return self.enter(method, allowed, tenant, self._roles(context), context.peer())
         except BatonError as error:
@@ -157,7 +158,7 @@ class Guard(grpc.aio.ServerInterceptor):
     def enter(
         self, method: str, allowed: frozenset[str], tenant: str | None, roles: frozenset[str], peer: str
     ) -> CallSlot:
-        """Return the slot of a call that begins, whose tenant is the current one from now on. Raises Unauthenticated,
+        """Return the slot of a call that begins, and set its tenant as the current one. Raises Unauthenticated,
         PermissionDenied or Overloaded."""
         names = roles | ({TENANT} if tenant else set())
         if not (self._is_open or allowed == ANYONE or allowed & names):
@@ -167,12 +168,13 @@ class Guard(grpc.aio.ServerInterceptor):
         return self.slots.enter(method, caller, peer)
 
     async def pace_refusal(self, error: BatonError) -> None:
-        """Wait until the caller's tenant may be refused; where there is one tenant, do not wait."""
+        """Wait until the caller's tenant may be refused again; do not wait on a server without credentials, where all
+        callers are one tenant."""
         if self._credentials is not None and isinstance(error, Overloaded):
             await self._refusals.hold(tenant())
 
     async def _read(self, message: Awaitable, context, method: str):
-        """Aborts the call where it does not come, or is none."""
+        """Return the awaited message. Aborts the call if it does not arrive or is invalid."""
         try:
             return await message
         except BatonError as error:
@@ -187,7 +189,7 @@ class Guard(grpc.aio.ServerInterceptor):
                 return
 
     def _refusal(self, method: str, error: BatonError):
-        """Ends the call whatever its kind, and reads nothing of it."""
+        """Return a handler that ends a call of any kind with `error`, and reads nothing."""
 
         async def refuse(requests, context) -> None:
             with _ABORTED:
@@ -196,8 +198,8 @@ class Guard(grpc.aio.ServerInterceptor):
         return grpc.stream_stream_rpc_method_handler(refuse)
 
     def _unlisted(self, method: str, tenant: str | None):
-        """Ends a call of a method that is not in the table: in gRPC's own words for a caller that is known, since tools
-        look for the newest form of reflection first, and go on at no other status."""
+        """Return a handler that ends a call of a method that the table does not list. A known caller gets gRPC's own
+        status: tools ask for the newest version of reflection first, and continue only after this status."""
 
         async def end(requests, context) -> None:
             with _ABORTED:
@@ -223,8 +225,8 @@ class Guard(grpc.aio.ServerInterceptor):
 
 
 class _Messages:
-    """Iterate over what a caller sends. gRPC's own iterator and its call hold each other: a circle, in which all of a
-    call that was not read to its end would wait for the collector, about 400 calls of a busy gateway."""
+    """Iterate over the messages of a caller. gRPC's own iterator and its call refer to each other: such a cycle keeps a
+    call that was not read to its end, about 400 calls of a busy gateway, until the garbage collector runs."""
 
     __slots__ = ("_context",)
 
@@ -242,8 +244,8 @@ class _Messages:
 
 
 class _Aborted:
-    """End a handler whose call was aborted. gRPC keeps the AbortError with the call, and raises it again; the frames of
-    its traceback hold the call: a circle, in which all of a refused call would wait for the collector."""
+    """End a handler whose call was aborted. gRPC keeps the AbortError with the call and raises it again; the frames of
+    its traceback refer to the call, a cycle that would keep each refused call until the garbage collector runs."""
 
     def __enter__(self) -> None:
         pass
@@ -259,7 +261,8 @@ _ABORTED = _Aborted()
 
 
 def _readable(deserialize: Callable | None) -> Callable | None:
-    """The same, but bytes that are no message are their sender's fault: gRPC would log a traceback for each."""
+    """Wrap a deserializer to blame the sender for bytes that are no valid message; gRPC would log a traceback for
+    each."""
     if deserialize is None:
         return None
 
@@ -273,7 +276,8 @@ def _readable(deserialize: Callable | None) -> Callable | None:
 
 
 def _check_metadata(metadata) -> None:
-    """Its bytes are gRPC's to bound, with the same status. Raises BatonError; no retry helps."""
+    """Check the number of metadata entries; gRPC itself bounds their bytes, with the same status. Raises BatonError
+    without a retry delay."""
     if metadata and len(metadata) > MAX_METADATA_PAIRS:
         message = f"the call has {len(metadata)} metadata entries, at most {MAX_METADATA_PAIRS} are allowed"
         raise BatonError(message, code=grpc.StatusCode.RESOURCE_EXHAUSTED, reason="METADATA_TOO_LARGE")

@@ -1,23 +1,23 @@
-"""Pace the refusals of one tenant. A client that retries at once would fill a server with refusals: each takes it
-about as long as a token of every stream, and delays the tokens of others."""
+"""Pace the refusals of one tenant. A client that retries without delay would flood a server with refusals: each takes
+about as long as a token for every stream, and delays the tokens of others."""
 
 from asyncio import sleep
 from time import monotonic as now
 
-PER_S, BURST = 50, 50  # of one tenant; those at once
+PER_S, BURST = 50, 50  # per tenant: refusals a second, and how many without delay
 LONGEST_S = 2.0
-MAX_HELD = 1024  # calls; beyond them all are refused at once
+MAX_HELD = 1024  # waiting calls; beyond them, refusals are not delayed
 
 
 class Refusals:
-    """Count the refusals of one server. Belongs to its event loop."""
+    """Pace the refusals of one server. Belongs to its event loop."""
 
     def __init__(self) -> None:
-        self._due: dict[str, float] = {}  # tenant -> when its next one would be due, were there no burst
+        self._due: dict[str, float] = {}  # tenant -> when its next refusal would be due without a burst
         self.num_held = 0
 
     async def hold(self, tenant: str) -> None:
-        """Wait until the next refusal of this tenant may be sent: LONGEST_S at most."""
+        """Wait until the next refusal of this tenant may be sent, LONGEST_S at most."""
         at = now()
         if len(self._due) > MAX_HELD:
             self._due = {each: due for each, due in self._due.items() if due > at}

@@ -1,6 +1,6 @@
-"""Keep refusals from callers that have reset their calls. What gRPC for Python cannot send it never frees, 400 bytes a
-refusal (grpc/grpc#43360), and it does not tell at once of a reset: a stranger that opened and reset calls made a server
-grow by 2 MB a second."""
+"""Delay refusals of calls that their callers have reset. gRPC for Python never frees what it cannot send, 400 bytes a
+refusal (grpc/grpc#43360), and reports a reset late: a stranger that opened and reset calls made a server grow by 2 MB a
+second."""
 
 from asyncio import CancelledError, sleep
 from time import monotonic as now
@@ -12,8 +12,8 @@ WARY_S = 10.0
 
 
 class Resets:
-    """`async with resets:` around each refusal. It begins at once; but for a while after a call was met that had been
-    reset, only once gRPC would have told of one."""
+    """Use `async with resets:` around each refusal. It starts without delay, except for a while after a reset call was
+    met: then it waits until gRPC would have reported a reset."""
 
     def __init__(self) -> None:
         self._wary_until = 0.0

@@ -1,9 +1,8 @@
-"""TLS between our processes: certificates that carry roles, read again whenever their files change.
+"""TLS between Baton's processes: certificates carry roles, and are read again when their files change.
 
-A certificate says what its holder is by DNS names below `baton.internal`: `gateway.`, `prefill.`, `decode.`, `rank.`
-and `operator.baton.internal`; every worker is `worker.baton.internal` too. Servers read the caller's role from it, and
-callers hold a server to the name of what they meant to reach, not to its address, which containers change.
-"""
+A certificate names its holder's role by DNS names below `baton.internal`: `gateway.`, `prefill.`, `decode.`, `rank.`
+and `operator.baton.internal`; every worker is also `worker.baton.internal`. Servers read the caller's role from it.
+Callers check the name of the role they mean to reach, not the server's address, which changes with containers."""
 
 import functools
 import ssl
@@ -24,14 +23,14 @@ _SAN = "x509_subject_alternative_name"
 
 @dataclass(frozen=True)
 class Tls:
-    """PEM files: the own certificate chain, its key, and the authority that both sides trust."""
+    """PEM files: the process's certificate chain, its key, and the authority that both sides trust."""
 
     cert: Path
     key: Path
     ca: Path
 
     def check(self) -> None:
-        """Raises SettingsError naming the file, for what cannot be read or does not belong together."""
+        """Check that the files can be read and belong together. Raises SettingsError that names the file."""
         for flag, path in (("--tls-cert", self.cert), ("--tls-key", self.key), ("--tls-ca", self.ca)):
             try:
                 path.read_bytes()
@@ -44,8 +43,8 @@ class Tls:
             raise SettingsError(f"--tls-cert {self.cert}, --tls-key {self.key}, --tls-ca {self.ca}: {reason}") from None
 
     def server(self, require_certificate: bool) -> grpc.ServerCredentials:
-        """For a port. The files are looked at with every handshake: new connections see new certificates, open
-        ones continue. Files that do not fit together, as amid a rotation, change nothing."""
+        """Return the credentials of a gRPC port. The files are checked at every handshake: new connections see new
+        certificates, open ones continue. Files that do not match, as during a rotation, are ignored."""
         files = _files(self)
         shown = files.read()
 
@@ -63,7 +62,8 @@ class Tls:
         )
 
     def context(self) -> ssl.SSLContext:
-        """For a port that is not gRPC's, and asks for no certificates. The files are looked at with every handshake."""
+        """Return the context of a port that is not gRPC's and asks for no certificate. The files are checked at every
+        handshake."""
         files, shown = _files(self), None
         first = current = self._context()
 
@@ -72,7 +72,7 @@ class Tls:
             try:
                 if (found := files.read()) is not shown:
                     shown, current = found, self._context()
-            except (OSError, ssl.SSLError):  # they are being replaced
+            except (OSError, ssl.SSLError):  # the files are being replaced
                 pass
             connection.context = current
 
@@ -80,13 +80,13 @@ class Tls:
         return first
 
     def channel(self) -> grpc.ChannelCredentials:
-        """For one channel, of the files as they are now, or as they were when they last fitted together. Raises
+        """Return the credentials of one channel, from the files as they are now or as they last matched. Raises
         OSError."""
         found = _files(self).read()
         return grpc.ssl_channel_credentials(found.ca, found.key, found.cert)
 
     def ends_at(self) -> float:
-        """Return when the certificate that is shown now ends, as `end_of` does. Raises OSError, ValueError."""
+        """Return when the certificate that is shown now ends, in seconds since 1970. Raises OSError, ValueError."""
         return end_of(_files(self).read().cert)
 
     def _context(self) -> ssl.SSLContext:
@@ -120,7 +120,7 @@ class _Files:
         self._last: _Contents | None = None
 
     def read(self) -> _Contents:
-        """The same object until they change. Raises OSError where they have never been read."""
+        """Return the contents, the same object until they change. Raises OSError if the files have never been read."""
         try:
             stamps = self._stamps()
             if self._last is not None and self._last.stamps == stamps:
@@ -128,7 +128,8 @@ class _Files:
             found = _Contents(
                 self._tls.ca.read_bytes(), self._tls.key.read_bytes(), self._tls.cert.read_bytes(), stamps
             )
-            if self._fit() and self._stamps() == stamps:  # else they are being replaced: the next handshake looks again
+            # else they are being replaced, and the next handshake checks again
+            if self._fit() and self._stamps() == stamps:
                 self._last = found
             return self._last or found
         except OSError:
@@ -149,20 +150,20 @@ class _Files:
 
 @functools.cache
 def _files(tls: Tls) -> _Files:
-    """One for all channels and ports, so that each knows what the others have seen fit together."""
+    """Return the one _Files of all channels and ports, so that they share the contents that last matched."""
     return _Files(tls)
 
 
 @functools.lru_cache(maxsize=8)
 def end_of(certificate: bytes) -> float:
-    """Return when a certificate ends, in seconds since 1970; of a chain in PEM its first. Raises ValueError."""
-    from cryptography import x509  # a tenth of a second, and 11 MB, which processes without certificates do without
+    """Return when a certificate ends, in seconds since 1970; for a chain in PEM, its first. Raises ValueError."""
+    from cryptography import x509  # takes a tenth of a second and 11 MB, which processes without certificates save
 
     return x509.load_pem_x509_certificate(certificate).not_valid_after_utc.timestamp()
 
 
 def roles_of(auth_context: Mapping[str, list[bytes]]) -> frozenset[str]:
-    """The roles in the caller's certificate, which the handshake has verified; none without one."""
+    """Return the roles in the caller's certificate, which the handshake has verified; empty without a certificate."""
     names = {name.decode(errors="replace") for name in auth_context.get(_SAN, ())}
     return frozenset(role for role in ROLES if f"{role}.{DOMAIN}" in names)
 
