@@ -1,7 +1,6 @@
-"""The `baton` command. Each subcommand is a file with `add_parser(subparsers)` and `run(args) -> exit status`.
+"""The `baton` command. Each subcommand is a module with `add_parser(subparsers)` and `run(args) -> exit status`.
 
-Exit status: 0 done, 1 failed, 2 wrong use.
-"""
+Exit status: 0 done, 1 failed, 2 wrong use."""
 
 from __future__ import annotations
 
@@ -26,13 +25,13 @@ def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     try:
         status = _run(argv)
-        if sys.stdout is not None:  # closed by who started it
+        if sys.stdout is not None:  # the parent may have closed it
             sys.stdout.flush()
         return status
-    except BrokenPipeError:  # of `baton top | head`
+    except BrokenPipeError:  # the reader has ended, as in `baton top | head`
         _leave_stdout()
         return 0
-    except KeyboardInterrupt:  # of a command that has no more to say about it, or is still imported
+    except KeyboardInterrupt:  # of a command that does not handle it, or that is being imported
         print(" ".join(["baton", *argv[:1]]) + ": interrupted", file=sys.stderr)
         return 1
     except OSError as error:
@@ -46,7 +45,7 @@ def main(argv: list[str] | None = None) -> int:
 def _run(argv: list[str]) -> int:
     parser = make_parser("baton", "Large language models over gRPC, prefill and decode on separate workers.")
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    # The command that is called alone: what the others import would keep it waiting.
+    # Import only the command that is called: the imports of all of them take long.
     for name in argv[:1] if argv[:1] and argv[0] in COMMANDS else COMMANDS:
         import_module(f"baton.cli.{COMMANDS[name]}").add_parser(subparsers)
     for subparser in subparsers.choices.values():
@@ -62,20 +61,21 @@ def _run(argv: list[str]) -> int:
 
 
 def _leave_stdout() -> None:
-    """Write no more to it: the interpreter flushes once more."""
+    """Redirect stdout to /dev/null, since the interpreter flushes it once more."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _nearest_flag(word: str, parser: argparse.ArgumentParser) -> str:
     name = word.partition("=")[0].lstrip("-")
     flags = [flag[2:] for flag in parser._option_string_actions if flag.startswith("--")]
-    flags = [flag for flag in flags if flag.startswith("no-") == name.startswith("no-")]  # never the opposite
-    if name in ("host", "port") and "http" in flags:  # of servers with one address
+    flags = [flag for flag in flags if flag.startswith("no-") == name.startswith("no-")]  # never suggest the opposite
+    if name in ("host", "port") and "http" in flags:  # as servers with one address call it
         return "; give --listen HOST:PORT for gRPC, --http HOST:PORT for HTTP"
     role, _, plain = name.rpartition(".")
-    if role and plain in flags:  # a setting that gateway or workers have through a flag of the command itself
+    if role and plain in flags:  # a setting that gateway or workers get through a flag of the command itself
         return f"; did you mean --{plain}?"
-    plain_last = sorted(flags, key=lambda flag: "." not in flag)  # of one name they count
+    # of flags with the same last part, one without a role wins
+    plain_last = sorted(flags, key=lambda flag: "." not in flag)
     by_name = {flag if role else flag.rpartition(".")[2]: flag for flag in plain_last}
     nearest = difflib.get_close_matches(name, by_name, 1, 0.6)
     return f"; did you mean --{by_name[nearest[0]]}?" if nearest else ""

@@ -1,4 +1,4 @@
-"""What the commands that ask a gateway share: their flags, the client, and one line for a failure."""
+"""What the commands that ask a gateway share: flags, the client, and the one-line message of a failed call."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ from baton.service.net.client import explain_failure
 from baton.service.security.access import Access, add_access_flags
 
 DEFAULT_TARGET = "127.0.0.1:50051"
-_RETRY = RetryPolicy(max_attempts=5)  # under a second in all: a person at a terminal is told soon that nobody is there
-# Flags that are the contract's fields.
+# retries take less than a second in all, so that a person at a terminal soon hears that no gateway answers
+_RETRY = RetryPolicy(max_attempts=5)
+# Flags that set fields of the request.
 _OPTIONS = ("model", "max_tokens", "temperature", "seed", "stop", "n", "logprobs")
 
 
 def add_target_flags(parser: argparse.ArgumentParser) -> None:
-    """Which gateway, and as whom."""
+    """Add the flags for the gateway's address and the caller's credentials."""
     parser.add_argument(
         "--target",
         default=DEFAULT_TARGET,
@@ -27,7 +28,7 @@ def add_target_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
-    """Which model answers, how the answer is drawn and where it ends."""
+    """Add the flags for the model, sampling and the end of the answer."""
     parser.add_argument("--model", metavar="NAME", help="of a gateway that serves several")
     parser.add_argument("--max-tokens", type=int, metavar="N", help="tokens at most (default: the gateway's)")
     parser.add_argument("--temperature", type=float, metavar="X", help="0: greedy (default: the model's)")
@@ -36,7 +37,7 @@ def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def options_of(args: argparse.Namespace) -> GenerateOptions:
-    """Return what was given."""
+    """Return the options that were given as flags."""
     given: dict[str, Any] = {name: getattr(args, name, None) for name in _OPTIONS}
     return GenerateOptions(**{name: value for name, value in given.items() if value is not None})
 
@@ -47,7 +48,7 @@ def open_client(target: str, access: Access, retry: RetryPolicy = _RETRY) -> Cli
 
 
 def explain(error: CallError, target: str, access: Access) -> str:
-    """Return one line about a call that failed."""
+    """Return one line about a failed call."""
     if "," in target:
         return f"{target}: {error}"
     return explain_failure(target, error.code(), error.message, access)

@@ -1,4 +1,4 @@
-"""`baton batch`: the requests of a file to a running gateway, their results into another, in order."""
+"""`baton batch`: send the requests of a file to a running gateway and write their results to another file, in order."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from baton.service.exits import FAILED, WRONG_USE, fail
 from baton.service.security.access import Access, read_access
 from baton.service.settings import SettingsError
 
-# A refused line waits as long as the gateway asks, again and again; one that nobody answers ends the run after a
-# minute.
+# A refused line is retried after the pause that the gateway asks for, without limit. A line that gets no answer ends
+# the run after a minute.
 _RETRY = RetryPolicy(max_attempts=40, longest_pause_s=2.0, counts_refusals=False)
-_AHEAD = 4  # times the concurrency: results that wait for an earlier one to be written
+_AHEAD = 4  # times the concurrency: how many results may wait for an earlier one to be written
 
 
 _EXAMPLES = """
@@ -55,7 +55,8 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """0 all lines have a result, 1 interrupted or not reached, 2 wrong use."""
+    """Send the requests; return 0 if all lines have a result, 1 if interrupted or no gateway is reached, 2 for wrong
+    use."""
     try:
         if not stat.S_ISREG(args.file.stat().st_mode):
             raise ValueError(f"{args.file} is no regular file: its lines are read twice")
@@ -73,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _continue(args: argparse.Namespace, access: Access, results: ResultsFile, num_lines: int, num_done: int) -> int:
-    """Ask what is left, and return the status of the command."""
+    """Send the lines that have no result yet, and return the exit status."""
     try:
         with _progress(num_lines, num_done) as bar:
 
@@ -108,12 +109,12 @@ async def _send(
     on_answer: Callable[[], None],
     write: Callable[[Json], None],
 ) -> None:
-    """Ask all lines after the first `num_done` and write their results in order, after `on_answer()` once a gateway has
-    answered. Raises CallError where none does at first, NotServed where none serves any more."""
+    """Send all lines after the first `num_done` and write their results in order. Call `on_answer()` once a gateway has
+    answered. Raises CallError if none answers at the start, NotServed if none serves later."""
     connection, num_addresses = access.for_client(), args.target.count(",") + 1
     each_once, timeout_s = RetryPolicy(max_attempts=num_addresses), 5 * num_addresses
     async with AsyncClient(args.target, timeout_s=timeout_s, retry=each_once, **connection) as client:
-        await client.list_models()  # whether it is there, and lets one in
+        await client.list_models()  # checks that the gateway answers and accepts the caller
     on_answer()
     async with AsyncClient(args.target, timeout_s=args.timeout, retry=_RETRY, **connection) as client:
         runner, slots = LineRunner(client), asyncio.Semaphore(args.concurrency)
@@ -141,8 +142,8 @@ async def _send(
 
 
 def _compare(file: Path, output: ResultsFile) -> tuple[int, int]:
-    """Return how many lines there are, and how many of them have a result. Raises ValueError where the results are of
-    other requests, OSError."""
+    """Return the number of lines and how many of them have a result. Raises ValueError if the results belong to other
+    requests, OSError."""
     results = output.read()
     num_lines = num_done = 0
     for num_lines, line in enumerate(_lines(file), 1):
@@ -168,6 +169,6 @@ def _lines(file: Path) -> Iterator[str]:
 
 
 def _progress(num_lines: int, num_done: int) -> tqdm:
-    """Shown on a terminal alone."""
+    """Return a progress bar, which is shown on a terminal only."""
     file: IO[str] = sys.stderr
     return tqdm(total=num_lines, initial=num_done, desc="requests", unit="", file=file, disable=None)

@@ -1,5 +1,5 @@
-"""A line of a batch in OpenAI's form, asked of a gateway: its result is a line of the output, whatever becomes of
-it."""
+"""Send one line of a batch in OpenAI's format to a gateway, and return its line of the output, whether it succeeds or
+fails."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ from gateway.http.wire.errors import status_of, to_json
 from gateway.text.detokenizer import LOOKED_AT, TextDecoder
 
 _KINDS = {"/v1/chat/completions": (read_chat, ChatWriter), "/v1/completions": (read_completion, CompletionWriter)}
-_IDS_AT_ONCE = 128  # no more than any context
-# They say nothing of the line that was asked.
+_IDS_AT_ONCE = 128  # token ids per call; every context is longer
+# Statuses that concern the gateway or the caller, not the line.
 _OF_NO_LINE = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED)
-_SLO_CLASS = "batch"  # where a body names none
+_SLO_CLASS = "batch"  # of a body that names no class
 
 Json = dict[str, Any]
 
 
 class NotServed(Exception):
-    """No gateway answers, or one that is too old or does not let this caller in: the line has no result, and neither
-    would those after it."""
+    """No gateway answers, or it is too old or refuses this caller. The line has no result, and neither would later
+    lines."""
 
 
 @dataclass
 class _LineModel:
-    """Its name in results, and what the tokens say that results with logprobs show."""
+    """The model's name in results, and the texts of tokens for results with log-probabilities."""
 
     name: str
     names: dict[int, str] = field(default_factory=dict)  # of tokens without text
@@ -46,33 +46,33 @@ class _LineModel:
     first_texts: dict[int, bytes] = field(default_factory=dict)
 
     def add(self, token_id: int, token: pb.TokenText) -> None:
-        """Take what a token says."""
+        """Store the text of a token."""
         self.names[token_id], self.texts[token_id] = token.name, token.text
         self.first_texts[token_id] = token.first_text
 
     def shown(self, token_id: int) -> tuple[str, bytes]:
-        """Return a token as it is shown alone, and its bytes."""
+        """Return a token as it is shown on its own, and its bytes."""
         raw = self.texts[token_id] or self.names[token_id].encode()
         return raw.decode(errors="replace"), raw
 
     def decoder(self, continues: bool = False) -> TextDecoder:
-        """Return what decodes a sequence; `continues`: it goes on with a text that stands before it."""
+        """Return a decoder of a sequence; `continues` says that text precedes the sequence."""
         return TextDecoder(self.texts, self.texts if continues else self.first_texts)
 
     def has_text(self, token_ids: Sequence[int]) -> bool:
-        """Return whether any of the first tokens has text; False where they were not fetched."""
+        """Return whether any of the first tokens has text; False if the texts were not fetched."""
         return any(self.texts.get(token_id) for token_id in token_ids[:LOOKED_AT])
 
 
 class LineRunner:
-    """Ask what lines say."""
+    """Send lines to a gateway."""
 
     def __init__(self, client: AsyncClient):
         self._client = client
-        self._models: dict[str, _LineModel] = {}  # by the name that lines give
+        self._models: dict[str, _LineModel] = {}  # by the name in lines
 
     async def result(self, number: int, line: str) -> Json:
-        """Return the result of the line of that number. Raises NotServed."""
+        """Return the result of the line with that number. Raises NotServed."""
         found: Json = {"id": f"batch_req_{number}", "custom_id": custom_id_of(line), "response": None, "error": None}
         names: dict[str, str] = {}
         try:
@@ -110,7 +110,7 @@ class LineRunner:
     async def _fetch_texts(
         self, parsed: ParsedBody, responses: Sequence[pb.CompleteResponse], model: _LineModel
     ) -> None:
-        """Learn what each token says that the results name, and those with which prompts begin."""
+        """Fetch the texts of the tokens that the results name and of the first tokens of prompts."""
         named = set[int]()
         for request, response in zip(parsed.requests, responses, strict=True):
             rows = [*response.prompt_logprobs, *(each for choice in response.choices for each in choice.logprobs)]
@@ -128,22 +128,22 @@ class LineRunner:
 
 
 class _NoRequest(Exception):
-    """A line that asks nothing."""
+    """The line holds no request."""
 
 
 def custom_id_of(line: str) -> str | None:
-    """Return the name that the line has, if it has one."""
+    """Return the custom_id of a line; None without one."""
     try:
         value = json.loads(line)
         name = value["custom_id"]
-        name.encode()  # half a surrogate pair is no text
+        name.encode()  # half of a surrogate pair cannot be encoded
     except (ValueError, RecursionError, LookupError, TypeError, AttributeError):
         return None
     return name
 
 
 def _read_line(line: str) -> tuple[Json, str]:
-    """Return the body and the path that it is for. Raises _NoRequest, InvalidRequest."""
+    """Return the body of a line and the API path that it is for. Raises _NoRequest, InvalidRequest."""
     try:
         value = parse(line.encode())
     except UnicodeEncodeError:
@@ -167,7 +167,7 @@ def _refusal(error: BatonError, names: dict[str, str]) -> Json:
 
 def _read(error: CallError) -> BatonError:
     reason = error.reason
-    # gRPC's own word for a message that is too large.
+    # gRPC's own status for a message that is too large.
     if not reason and error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED:
         reason = "BODY_TOO_LARGE"
     found = from_code(error.code(), error.message, reason=reason or None, field=error.field)

@@ -1,4 +1,4 @@
-"""The file of a batch's results: those that it has, and those that come behind them."""
+"""The file with a batch's results: read the existing ones, then append more."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ from typing import Self
 from baton.cli.client.batch_lines import Json
 from gateway.http.wire.encoding import to_bytes
 
-_BEGIN = b'{"id":"batch_req_'  # of each result
+_BEGIN = b'{"id":"batch_req_'  # of each line
 
 
 class ResultsFile:
-    """Open for one process alone."""
+    """The results file, open in one process only."""
 
     def __init__(self, path: Path):
-        """Raises ValueError for what is no file of results, or is open elsewhere; OSError."""
+        """Open and lock the file. Raises ValueError if it is no results file or another process has it open;
+        OSError."""
         if path.exists() and not path.is_file():
             raise ValueError(f"--output {path} is no regular file: its results are read when it is run again")
         self.path, self.num_added, self.num_failed = path, 0, 0
@@ -28,7 +29,7 @@ class ResultsFile:
         except BlockingIOError:
             self._file.close()
             raise ValueError(f"{path}: another `baton batch` writes it") from None
-        except OSError:  # a file system without locks
+        except OSError:  # the file system has no locks
             pass
 
     def __enter__(self) -> Self:
@@ -38,7 +39,8 @@ class ResultsFile:
         self._file.close()
 
     def read(self) -> Iterator[Json]:
-        """Yield the whole results. Raises ValueError for what is none, nor the beginning of one."""
+        """Yield the complete results. Raises ValueError for a line that is neither a result nor the beginning of
+        one."""
         with self.path.open("rb") as lines:
             for number, line in enumerate(lines, 1):
                 result = _result_in(line)
@@ -50,13 +52,13 @@ class ResultsFile:
                 yield result
 
     def cut(self) -> None:
-        """Cut off half a result that an interruption left behind those that were read."""
+        """Cut off the partial last line that an interrupted run has left."""
         self._file.truncate(self._end)
 
     def add(self, result: Json) -> None:
-        """Write a result. Raises OSError."""
+        """Append a result. Raises OSError."""
         left = to_bytes(result) + b"\n"
-        while left:  # nothing is kept back: what a full disk does not take would be written once more at the end
+        while left:  # write without a buffer: on a full disk a buffer's rest would be written again at the end
             left = left[self._file.write(left) :]
         self.num_added += 1
         self.num_failed += result["error"] is not None or result["response"]["status_code"] != 200

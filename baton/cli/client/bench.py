@@ -1,4 +1,4 @@
-"""`baton bench`: a load that people trust, against a running gateway, and a report that says what bounds it."""
+"""`baton bench`: put a reproducible load on a running gateway, and report what limits it."""
 
 from __future__ import annotations
 
@@ -42,10 +42,11 @@ from baton.service.slo import Slo, parse_slo
 
 DEFAULT_TARGET = "127.0.0.1:50051"
 _WARM_UP = 4
-_MET_SHARE = 0.99  # of the requests within the SLO: that rate is one that the stack sustains
+_MET_SHARE = 0.99  # a rate is sustained if this share of its requests meets the SLO
 _NUM_REQUESTS = 200  # by default
-_SWEEP_FROM, _SWEEP_STEPS, _SWEEP_RESOLUTION = 1.0, 16, 1.1  # requests/s; at most this many; the answer's upper bound
-_SWEEP_STEP_S, _LEAST_REQUESTS = 20.0, 20  # a step of a low rate sends fewer requests
+# requests/s to start at; most steps; ratio of the bounds at which the search ends
+_SWEEP_FROM, _SWEEP_STEPS, _SWEEP_RESOLUTION = 1.0, 16, 1.1
+_SWEEP_STEP_S, _LEAST_REQUESTS = 20.0, 20  # a step at a low rate is shorter, but sends at least this many requests
 _DEFAULTS = {"arrivals": "poisson", "rate_scale": 1.0, "length_scale": 1.0, "workload": "short"}
 _IDLE_BESIDE = {"trace": ("arrivals", "workload", "prompt_tokens", "output_tokens"), "closed": ("arrivals",)}
 
@@ -113,7 +114,8 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """0 a valid run, 1 not reached or not valid, 2 wrong use."""
+    """Run the benchmark; return 0 for a valid run, 1 if the gateway is not reached or the run is not valid, 2 for wrong
+    use."""
     try:
         if args.compare:
             first, second = map(read_run, args.compare)
@@ -140,7 +142,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check(args: argparse.Namespace) -> None:
-    """Put defaults where nothing was said. Raises ValueError for options that do not go together."""
+    """Fill in defaults. Raises ValueError for options that exclude each other."""
     if args.sweep and args.slo == Slo():
         raise ValueError("--sweep needs --slo: without one no rate is too high")
     for load, names in _IDLE_BESIDE.items():
@@ -160,8 +162,8 @@ def _check(args: argparse.Namespace) -> None:
 
 @contextlib.contextmanager
 def _results(out: Path | None) -> Iterator[Path | None]:
-    """A folder of another name, which becomes `out` when everything is in it, and is gone when not. It is made before
-    the run, so that a place where nothing can be written costs no run. Raises ValueError, OSError."""
+    """Yield a temporary folder that is renamed to `out` at the end, and removed after an error. It is made before the
+    run, so that a folder that cannot be written fails without one. Raises ValueError, OSError."""
     if out is None:
         yield None
         return
@@ -177,18 +179,18 @@ def _results(out: Path | None) -> Iterator[Path | None]:
 
 
 class _Served(NamedTuple):
-    """What is measured, in words, and what its requests may be."""
+    """The measured server in words, and the limits of its requests."""
 
     target: str
     model: str
     vocab_size: int
     context: int
-    is_here: bool  # on this host
+    is_here: bool  # the server runs on this host
     openai: OpenAIServer | None = None
 
 
 async def _served(args: argparse.Namespace) -> _Served:
-    """Raises Unreachable."""
+    """Ask the server for its model and limits. Raises Unreachable."""
     access = read_access(args)
     if args.openai:
         info = await openai_info(args.openai, args.model, access)
@@ -200,7 +202,7 @@ async def _served(args: argparse.Namespace) -> _Served:
 
 
 class _Bench:
-    """One command's runs."""
+    """The runs of one command."""
 
     def __init__(self, args: argparse.Namespace, served: _Served):
         self._args, self._served = args, served
@@ -234,8 +236,8 @@ class _Bench:
         return summary, ran, []
 
     def sweep(self) -> tuple[dict, Ran, list[dict]]:
-        """Rates that double until the SLO is missed, then halve the gap; the highest that meets it is the run. A step
-        that is not valid bounds the search, and says nothing of the SLO: one that ends below it has not found the
+        """Double the rate until the SLO is missed, then bisect; the highest rate that meets it is the run. A step that
+        is not valid bounds the search but does not count as a miss, so a sweep that such a step ends has not found the
         rate."""
         steps, tried, best, within, beyond, unfinished = [], [], None, 0.0, math.inf, ""
         while len(steps) < _SWEEP_STEPS and beyond > _SWEEP_RESOLUTION * within:
@@ -260,7 +262,7 @@ class _Bench:
         return summary, ran, sorted(steps, key=lambda step: step["rate"])
 
     def _step(self, rate: float, number: int) -> tuple[dict, Ran]:
-        """Run one step of a sweep, with prompts of its own: those of the last step would be found in the cache."""
+        """Run one step of a sweep with its own prompts, since the cache would hold those of the previous step."""
         self._plan = replace(self._plan, seed=self._seed + 2 + number)
         num = min(self._args.num_requests or _NUM_REQUESTS, max(_LEAST_REQUESTS, round(_SWEEP_STEP_S * rate)))
         return self._measure(
@@ -282,7 +284,7 @@ class _Bench:
         cpu_usage = CpuUsage()
         with progress(len(jobs)) as on_end:
             ran = run_jobs(self._plan, jobs, on_end)
-        busy = cpu_usage.busy() if self._served.is_here else 0.0  # else they say nothing about the stack
+        busy = cpu_usage.busy() if self._served.is_here else 0.0  # otherwise the cores here say nothing about the stack
         if ran.is_interrupted and not ran.outcomes:
             raise KeyboardInterrupt
         summary = summarize(ran, self._args.slo, is_open=self._plan.concurrency is None)
@@ -301,8 +303,8 @@ class _Bench:
         return {**facts, **summary}, ran
 
     def _warm_up(self, jobs: Sequence[Job]) -> None:
-        """The first requests of a process pay for imports, compilation and connections. They share no prompt with the
-        run's, nor with any step's of a sweep: a seed that none of them has."""
+        """Run a few requests that pay for imports, compilation and connections. Their seed is unique, so they share no
+        prompt with the measured requests."""
         self._warmed = True
         plan = replace(self._plan, concurrency=_WARM_UP, num_processes=1, seed=self._seed + 1)
         if run_jobs(plan, jobs[:_WARM_UP]).is_interrupted:
@@ -364,7 +366,7 @@ def _shapes() -> str:
 
 
 def _shape_of(jobs: Sequence[Job]) -> str:
-    """Return the shape of the requests that were sent, in words."""
+    """Return the mean lengths of the requests that were sent, in words."""
     if not jobs:
         return "no requests"
     prompt, output = (

@@ -1,4 +1,4 @@
-"""The progress line of a load run: how many requests have ended, and the median latencies of the last of them."""
+"""The progress line of a load run: how many requests have ended, and the median latencies of the latest."""
 
 import statistics
 import sys
@@ -16,7 +16,7 @@ _NUM_LATEST = 100  # requests
 
 @contextmanager
 def progress(num_requests: int) -> Iterator[OnEnd]:
-    """Shown on a terminal alone. Call what is yielded at each end."""
+    """Show a progress line on a terminal. The caller calls what is yielded each time a request ends."""
     ttfts, tpots = deque[float](maxlen=_NUM_LATEST), deque[float](maxlen=_NUM_LATEST)
     with tqdm(total=num_requests, desc="requests", unit="", file=sys.stderr, disable=None) as bar:
 

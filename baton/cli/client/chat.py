@@ -1,4 +1,4 @@
-"""`baton chat`: a conversation in the terminal, a line a message."""
+"""`baton chat`: a conversation in the terminal, one message a line."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """0 done, 1 failed, 2 wrong use."""
+    """Hold a conversation; return 0 done, 1 failed, 2 wrong use."""
     is_terminal = sys.stdin.isatty() and sys.stdout.isatty()
     try:
         access = read_access(args)
@@ -56,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _answer_turn(conversation: TerminalChat, line: str, args: argparse.Namespace, access: Access) -> int:
-    """Have one message answered; a failed call is one line on stderr. 0 done, 1 failed."""
+    """Send one message and print its answer; print one line on stderr if the call fails. Return 0 done, 1 failed."""
     try:
         conversation.say(line)
     except CallError as error:
@@ -65,21 +65,21 @@ def _answer_turn(conversation: TerminalChat, line: str, args: argparse.Namespace
 
 
 class TerminalChat:
-    """The messages so far."""
+    """A conversation: the messages so far."""
 
     def __init__(self, client: Client, system: str | None, options: GenerateOptions, is_terminal: bool):
         self._client, self._options, self._is_terminal = client, options, is_terminal
         self.messages = [] if system is None else [{"role": "system", "content": system}]
 
     def say(self, text: str) -> None:
-        """Send a message of the user and print the answer as it comes; Ctrl-C keeps what has come. Raises CallError:
-        the message counts as not said."""
+        """Send a message of the user and print the answer as it streams; Ctrl-C ends it and keeps what has arrived.
+        Raises CallError, after which the message is not part of the conversation."""
         messages = [*self.messages, {"role": "user", "content": text}]
         answer = ""
         with self._client.stream(messages, **self._options) as stream:
             try:
                 for message in stream:
-                    answer += message.text  # before it is shown: who has seen it may press Ctrl-C at once
+                    answer += message.text  # before it is shown, since the user may press Ctrl-C as soon as it is
                     if message.reasoning and self._is_terminal:
                         sys.stdout.write(f"{_DIM}{message.reasoning}{_PLAIN}")
                     sys.stdout.write(message.text)
@@ -92,17 +92,17 @@ class TerminalChat:
 
 
 def _lines(is_terminal: bool) -> Iterator[str]:
-    """Yield each line that is not empty. On a terminal Ctrl-C drops the line. Raises ValueError."""
+    """Yield each line that is not empty. On a terminal Ctrl-C discards the line. Raises ValueError."""
     if not is_terminal:
         try:
             for line in sys.stdin:
-                line.encode()  # in some locales what is not UTF-8 is read as surrogates
+                line.encode()  # some locales read bytes that are not UTF-8 as surrogates
                 if line.strip():
                     yield line.rstrip("\n")
         except UnicodeError as error:
             raise ValueError(f"stdin is not UTF-8: {error}") from None
         return
-    import_module("readline")  # input() edits lines then, and remembers them
+    import_module("readline")  # makes input() editable, with a history
     while True:
         try:
             line = input("> ")

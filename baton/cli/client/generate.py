@@ -1,4 +1,4 @@
-"""`baton generate`: one prompt to a running gateway, its text streamed to stdout."""
+"""`baton generate`: send one prompt to a running gateway and stream the text to stdout."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """0 done, 1 failed, 2 wrong use."""
+    """Send the request and print its answer; return 0 done, 1 failed, 2 wrong use."""
     try:
         if args.logprobs is not None and not args.json:
             raise ValueError("--logprobs needs --json")
@@ -66,11 +66,11 @@ def run(args: argparse.Namespace) -> int:
                 _print_text(stream)
     except CallError as error:
         return fail("baton generate", explain(error, args.target, access), FAILED)
-    except UnicodeEncodeError as error:  # of a terminal, or as PYTHONIOENCODING says
+    except UnicodeEncodeError as error:  # the terminal's encoding, or PYTHONIOENCODING
         return fail("baton generate", f"stdout is not UTF-8: {error}", FAILED)
     except ValueError as error:
         return fail("baton generate", f"--target {error}", WRONG_USE)
-    except BrokenPipeError:  # of `baton generate | head`: the command itself ends it
+    except BrokenPipeError:  # the reader has ended, as in `baton generate | head`: main() handles it
         raise
     except OSError as error:
         return fail("baton generate", error, FAILED)
@@ -78,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def read_request(args: argparse.Namespace) -> pb.GenerateRequest:
-    """Return the request for what was given; reads stdin where that is the prompt. Raises ValueError for what the
+    """Return the request that the flags describe; read stdin if it is the prompt. Raises ValueError for values that the
     contract cannot carry, and for a schema that cannot be read."""
     prompt = _from_stdin() if args.prompt == "-" else args.prompt
     if args.chat or args.system is not None:
@@ -116,7 +116,7 @@ def _print_text(stream: Iterable[pb.GenerateResponse]) -> None:
 
 
 def _print_choices(stream: Iterable[pb.GenerateResponse], num_choices: int) -> None:
-    """Print whole answers: they come side by side."""
+    """Print each answer whole, since their tokens arrive interleaved."""
     texts = [""] * num_choices
     for message in stream:
         texts[message.index] += message.text
@@ -145,7 +145,7 @@ def _print_json(stream: Iterable[pb.GenerateResponse], request: pb.GenerateReque
 
 
 def _add(choice: dict[str, Any], message: pb.GenerateResponse) -> None:
-    """Add a message to what has come of its choice."""
+    """Add a message to what has arrived of its choice."""
     choice["text"] += message.text
     choice["token_ids"] += message.token_ids
     if message.reasoning:

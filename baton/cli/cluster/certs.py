@@ -73,7 +73,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """0 written, 1 the folder exists or cannot be written, 2 wrong use."""
+    """Write the folder; return 0 written, 1 if it exists or cannot be written, 2 for wrong use."""
     tenant = "main" if args.tenant is None else args.tenant
     try:
         check_tenant(tenant)
@@ -132,10 +132,10 @@ def _write_all(folder: Path, args: argparse.Namespace, tenant: str) -> None:
 
 
 class Authority:
-    """Signs certificates of its own installation."""
+    """Signs the certificates of one installation."""
 
     def __init__(self, certificate: bytes, key: bytes):
-        """Both PEM. Raises ValueError."""
+        """Load an authority from PEM. Raises ValueError."""
         from cryptography import x509
         from cryptography.hazmat.primitives import serialization
 
@@ -146,10 +146,10 @@ class Authority:
 
     @classmethod
     def read(cls, folder: Path) -> Authority:
-        """Raises OSError, ValueError."""
+        """Read the authority of a folder. Raises OSError, ValueError."""
         try:
             found = cls((folder / CA_CERT).read_bytes(), (folder / CA_KEY).read_bytes())
-        except TypeError:  # so cryptography asks for a password
+        except TypeError:  # cryptography asks for a password
             raise ValueError(f"{folder / CA_KEY} is encrypted: decrypt it first, with openssl pkey") from None
         if found.until < _in_days(0):
             raise ValueError(
@@ -170,8 +170,8 @@ class Authority:
         return cls(*_signed(builder, key, key))
 
     def issue(self, role: str, names: Iterable[str], days: int) -> tuple[bytes, bytes]:
-        """(certificate, key), PEM, for DNS names and IP addresses; good for servers and for clients, and no longer than
-        the authority is."""
+        """Return (certificate, key) in PEM for DNS names and IP addresses, for servers and clients. The certificate
+        ends no later than the authority's."""
         from cryptography import x509
         from cryptography.hazmat.primitives.asymmetric import ec
         from cryptography.x509.oid import ExtendedKeyUsageOID as Use
@@ -191,13 +191,13 @@ class Authority:
 
 
 def write(path: Path, content: bytes) -> None:
-    """A file that only its owner reads."""
+    """Write a file that only its owner can read."""
     with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
         file.write(content)
 
 
 def _in_days(days: int) -> datetime.datetime:
-    """Raises OverflowError."""
+    """Return the time in so many days. Raises OverflowError."""
     return datetime.datetime.now(datetime.UTC) + datetime.timedelta(days=days)
 
 
@@ -241,7 +241,7 @@ def _name(common_name: str):
 
 
 def _names_in(path: Path) -> list[str]:
-    """Return the DNS names and IP addresses of a certificate; none where there is no such file. Raises OSError,
+    """Return the DNS names and IP addresses of a certificate; empty if the file does not exist. Raises OSError,
     ValueError."""
     from cryptography import x509
 

@@ -1,4 +1,4 @@
-"""`baton config`: the settings that `baton up` would run with, and where each was set, as a file for `--config`."""
+"""`baton config`: print the settings that `baton up` would use, and where each was set, as a file for `--config`."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Return 0, or 2 for wrong use."""
+    """Print the settings; return 0, or 2 for wrong use."""
     try:
         print("\n".join(_lines(resolve(args), vars(args))))
     except SettingsError as error:
@@ -66,7 +66,7 @@ def _lines(found: Resolved, flags: Mapping[str, object]) -> Iterator[str]:
     yield from _section(common)
     for role in ROLES:
         own = {name: each for name, each in workers[role].items() if name not in common}
-        if own and found.num_workers[role]:  # `baton up` refuses options of a role that has no worker
+        if own and found.num_workers[role]:  # `baton up` refuses options of a role without workers
             yield f"\n[{role}_worker]"
             yield from _section(own)
     settings = gateway_settings(found)
@@ -86,7 +86,8 @@ def _worker_values(found: Resolved, role: str, flags: Mapping[str, object]) -> V
 def _with_sources(
     values: Mapping[str, object], cls: type, prefixes: Sequence[str], found: Resolved, flags: Mapping[str, object]
 ) -> Values:
-    """Return each value with where it was set. `prefixes`: of the flags that set it, the one that wins first."""
+    """Return each value with where it was set. `prefixes` are those of the flags that set it, the one that wins
+    first."""
     return {
         name: (values[name], _source(name, [prefix + name for prefix in prefixes], found, flags))
         for name in options_of(cls)
@@ -112,6 +113,6 @@ def _toml(value: object) -> str:
     if isinstance(value, tuple):
         return f"[{', '.join(map(_toml, value))}]"
     if isinstance(value, float):
-        return repr(value)  # inf too, which JSON has not
+        return repr(value)  # JSON has no inf
     text = json.dumps(str(value) if isinstance(value, Path) else value, ensure_ascii=False)
     return text.replace("\x7f", r"\u007f")

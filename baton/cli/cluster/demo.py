@@ -1,7 +1,6 @@
-"""`make demo`: the shipped model served by three processes, one completion streamed, and where its time went.
+"""`make demo`: serve the shipped model with three processes, stream one completion, and show where its time went.
 
-Exit status: 0 done, 1 failed, 2 wrong use.
-"""
+Exit status: 0 done, 1 failed, 2 wrong use."""
 
 from __future__ import annotations
 
@@ -19,7 +18,7 @@ from baton.service.exits import FAILED, fail
 from baton.service.settings import make_parser
 from baton.v1 import inference_pb2 as pb
 
-# Long enough that reading it apart pays.
+# Long enough for a separate prefill to pay.
 PROMPT = '''"""Small helpers for text files."""
 
 import os
@@ -40,10 +39,10 @@ def read_lines(path, encoding="utf-8"):
 
 def write_lines(path, lines, encoding="utf-8"):
     """Write lines to a text file, each with a line end."""'''
-# A small model repeats itself when it is greedy. The seed makes every run the same.
+# A small model repeats itself under greedy sampling. The seed makes all runs alike.
 SAMPLING = GenerateOptions(temperature=0.6, top_p=0.95, repetition_penalty=1.1, seed=1)
-MIN_TOKENS = 32  # there shall be something to stream
-# What happens between the request's arrival and its first token, in order; together they are ttft_s.
+MIN_TOKENS = 32  # so that there is something to stream
+# The phases between the request's arrival and its first token, in order; they add up to ttft_s.
 PHASES = (
     ("tokenize_s", "gateway: text to token ids"),
     ("route_s", "gateway: look up prefixes, choose workers"),
@@ -72,12 +71,12 @@ def main(argv: list[str] | None = None) -> int:
 
 
 class DemoError(Exception):
-    """Raised when the demo did not show what it promised."""
+    """The demo did not show what it should."""
 
 
 async def _run(model: Path, prompt: str, max_tokens: int) -> None:
     quiet = ["--log-level=warning"]
-    # Split, whatever the prompt: the handoff is what there is to see.
+    # Always split, so that the demo shows a handoff.
     workers = {"prefill": quiet, "decode": quiet}
     stack = Stack(StackPlan({None: model}, worker_options=workers, gateway_options=[*quiet, "--split=always"]))
     try:
@@ -95,7 +94,7 @@ async def _run(model: Path, prompt: str, max_tokens: int) -> None:
 
 
 async def _stream(target: str, prompt: str, max_tokens: int) -> pb.GenerateResponse:
-    """Print the text as it comes; returns the last message, which carries usage and timing."""
+    """Print the text as it streams; return the last message, which has usage and timing."""
     request = make_request(prompt, {"max_tokens": max_tokens, "min_tokens": min(MIN_TOKENS, max_tokens), **SAMPLING})
     print(f"\n{prompt}", end="", flush=True)
     async with AsyncClient(target, timeout_s=120) as client:
@@ -109,7 +108,7 @@ async def _stream(target: str, prompt: str, max_tokens: int) -> pb.GenerateRespo
 
 
 def table(last: pb.GenerateResponse) -> Iterator[str]:
-    """The phases up to the first token, which add up to ttft_s. Raises DemoError where they do not."""
+    """Yield a table of the phases up to the first token, which add up to ttft_s. Raises DemoError if they do not."""
     timing, usage = last.timing, last.usage
     total = sum(getattr(timing, name) for name, _ in PHASES)
     if abs(total - timing.ttft_s) > 1e-6:

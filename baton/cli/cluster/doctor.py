@@ -1,4 +1,5 @@
-"""`baton doctor`: does a request work, and if not, what is the one thing to do? Moves real blocks to find out."""
+"""`baton doctor`: check whether a request works, and if not, name the one thing to do. It moves real blocks to find
+out."""
 
 from __future__ import annotations
 
@@ -42,8 +43,9 @@ DEFAULT_TARGET = "127.0.0.1:50051"
 _ANSWER_S = 3.0
 _REQUEST_S = 10.0
 _HANDOFF_S = 6.0
-_MEASURING_S = 12.0  # from the start on; what would begin later is left out, so that all ends within 30 s
-_LIMIT_S = 28.0  # of everything
+# from the start; measurements that would begin later are left out, so that everything ends within 30 s
+_MEASURING_S = 12.0
+_LIMIT_S = 28.0  # for everything
 _NUM_PINGS = 5
 _NUM_RUNS = 3
 _HANDOFF_ERRORS = (HandoverFailed, TimeoutError, grpc.aio.AioRpcError)
@@ -51,8 +53,8 @@ _HANDOFF_ERRORS = (HandoverFailed, TimeoutError, grpc.aio.AioRpcError)
 
 @dataclass
 class Found:
-    """The stack to check: addresses by role, of which the gateway may say the model, Redis and collector; and `unused`,
-    workers that it does not use though it should, with why and what to do."""
+    """The stack to check: addresses of workers by role; the models, Redis and collector that the gateway reports; and
+    `unused`: workers that it does not use though it should, with the reason and what to do."""
 
     prefill: list[str] = field(default_factory=list)
     decode: list[str] = field(default_factory=list)
@@ -60,7 +62,7 @@ class Found:
     collector: str = ""
     models: dict[str, str] = field(default_factory=dict)
     unused: dict[str, tuple[str, str]] = field(default_factory=dict)
-    undecided: str = "give --target or --decode-workers"  # what to do where no decode worker is known
+    undecided: str = "give --target or --decode-workers"  # what to do if no decode worker is known
 
 
 _EXAMPLES = """
@@ -92,7 +94,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """0 a request works, 1 it does not, 2 wrong use."""
+    """Check the stack; return 0 if a request works, 1 if not, 2 for wrong use."""
     if args.gpu or args.model is not None:
         return gpu_doctor.run(args)
     report = Findings(args.json)
@@ -117,7 +119,8 @@ async def _examine_within_limit(args: argparse.Namespace, access: Access, report
 
 
 async def _examine(args: argparse.Namespace, access: Access, report: Findings) -> None:
-    """A request by the gateway decides; without one, a prompt that was handed over."""
+    """Check everything. A request through the gateway decides the result; without a gateway, a prompt that is handed
+    over."""
     until = time.monotonic() + _MEASURING_S
     found = Found(args.prefill_workers, args.decode_workers, args.redis, args.collector)
     target = args.target or (None if found.prefill or found.decode else DEFAULT_TARGET)
@@ -130,7 +133,8 @@ async def _examine(args: argparse.Namespace, access: Access, report: Findings) -
         await check_collector(found.collector, report)
     async with _Channels(access) as channels:
         hellos = await _workers(channels, found, report)
-        for address in sorted(found.unused.keys() & hellos):  # the others have a line that says why
+        # workers that do not answer already have a line with the reason
+        for address in sorted(found.unused.keys() & hellos):
             reason, advice = found.unused[address]
             report.warn("gateway", str(target), f"does not use {address}, {reason}", advice)
         prefill = [address for address in found.prefill if address in hellos]
@@ -152,7 +156,7 @@ async def _examine(args: argparse.Namespace, access: Access, report: Findings) -
 
 
 async def _gateway(target: str, access: Access, found: Found, report: Findings) -> None:
-    """Says whether it serves; its workers, Redis and collector join what was given."""
+    """Report whether the gateway serves, and add its workers, Redis and collector to those that were given."""
     async with open_channel(target, access) as channel:
         try:
             stub = fleet_pb2_grpc.FleetStub(channel)
@@ -183,15 +187,15 @@ async def _gateway(target: str, access: Access, found: Found, report: Findings) 
 
 
 async def _redis(url: str, is_whole: bool, report: Findings) -> None:
-    """`is_whole`: with its password, which a gateway does not tell; without it, a Redis that asks for one answers
-    too."""
+    """Report whether Redis answers. `is_whole`: the URL has its password. The URL that a gateway reports has none, so a
+    Redis that asks for one counts as answering."""
     import redis.asyncio
 
     begun, advice = time.monotonic(), "start it, correct --redis, or leave it out"
     try:
         check_url(url)
         client = redis.asyncio.from_url(url, socket_connect_timeout=_ANSWER_S, socket_timeout=_ANSWER_S)
-    except ValueError:  # it may hold a piece of the password
+    except ValueError:  # its message may hold a piece of the password
         return report.warn("redis", "--redis", MALFORMED, advice)
     ignored = () if is_whole else (redis.AuthenticationError,)
     try:
@@ -208,7 +212,8 @@ async def _redis(url: str, is_whole: bool, report: Findings) -> None:
 
 
 async def _workers(channels: _Channels, found: Found, report: Findings) -> dict[str, pb.Hello]:
-    """Return the Hello of each worker that answers, by address; all are asked at once. The others are warnings."""
+    """Return the Hello of each worker that answers, by address, and warn about the others. All are asked in
+    parallel."""
     hellos: dict[str, pb.Hello] = {}
     asked = [*(("prefill", address) for address in found.prefill), *(("decode", address) for address in found.decode)]
     answers = await asyncio.gather(*(_describe(channels.to(address)) for _, address in asked), return_exceptions=True)
@@ -235,15 +240,15 @@ async def _workers(channels: _Channels, found: Found, report: Findings) -> dict[
 
 
 def _model_of(address: str, hello: pb.Hello, found: Found) -> str:
-    """Return the model that a worker is to serve, by what the gateway says or else its own word; empty where there is
-    one."""
+    """Return the model that a worker should serve, as the gateway says or else the worker; empty if there is only one
+    model."""
     if len(set(filter(None, found.models.values()))) < 2:
         return ""
     return found.models.get(address) or hello.model.name
 
 
 def _same_model(hellos: dict[str, pb.Hello], report: Findings) -> None:
-    """Everyone is held against the first."""
+    """Warn about workers whose model differs from the first worker's."""
     for address, hello in list(hellos.items())[1:]:
         first, other = next(iter(hellos.items()))
         for name, what in (("model_identity", "model (config or weights)"), ("tokenizer_digest", "tokenizer.json")):
@@ -253,8 +258,8 @@ def _same_model(hellos: dict[str, pb.Hello], report: Findings) -> None:
 
 
 async def _handoff(channels: _Channels, source: str, taker: str, until: float, report: Findings) -> bool:
-    """Return whether a prompt's KV comes over. The transport that the decode worker chooses must work; the others are
-    tried and reported, as long as there is time."""
+    """Return whether a prompt's KV reaches the decode worker by the transport that it chooses. Other transports are
+    tried and reported while there is time."""
     from kvtransfer.capabilities import CAPABILITIES
 
     where, works = f"{source} > {taker}", False
@@ -272,7 +277,7 @@ async def _handoff(channels: _Channels, source: str, taker: str, until: float, r
             bytes_per_s, runs = await asyncio.to_thread(copy_rate), []
             while len(runs) < _NUM_RUNS and (not runs or time.monotonic() < until):
                 runs.append(await measure(prefill, decode, None, proof, _HANDOFF_S))
-            chosen = min(runs, key=lambda run: run.transfer_s)  # the first one touches memory that is not in use yet
+            chosen = min(runs, key=lambda run: run.transfer_s)  # the first run touches memory that is not mapped yet
             report.say("handoff", where, f"{chosen.rate_beside(bytes_per_s)}, chosen")
             offered = set(prefill.hello.model.transports) & set(decode.hello.model.transports)
         for name in sorted(offered - {chosen.transport}):
@@ -286,7 +291,7 @@ async def _handoff(channels: _Channels, source: str, taker: str, until: float, r
 async def _try(
     channels: _Channels, source: str, taker: str, name: str, proof: Handover, bytes_per_s: float, report: Findings
 ) -> None:
-    """Measure a transport, in sessions of its own: one that fails takes none of the others with it."""
+    """Measure one transport in new sessions, so that a failure ends no other measurement."""
     where = f"{source} > {taker}"
     try:
         async with Session(channels.to(source), source) as prefill, Session(channels.to(taker), taker) as decode:
@@ -315,14 +320,15 @@ def _layouts(prefill: pb.Hello, decode: pb.Hello, where: str, report: Findings) 
 
 
 async def _requests(target: str, access: Access, report: Findings) -> bool:
-    """Two tokens of each model through the front door, all at once: whether they come."""
+    """Return whether each model answers a request for two tokens through the gateway; all are asked in parallel."""
     report.trying("request", target)
     async with AsyncClient(target, timeout_s=_REQUEST_S, retry=NO_RETRIES, **access.for_client()) as client:
         try:
             models = [info.name for info in await client.list_models()]
         except CallError as error:
             wrong = await asyncio.to_thread(wrong_access, target, error.code(), error.message, access)
-            advice = "look into the gateway's log" if error.reason else "start it, or correct --target"  # gRPC's own
+            # an error without a reason is gRPC's own
+            advice = "look into the gateway's log" if error.reason else "start it, or correct --target"
             report.fail("request", target, *(wrong or (str(error), advice)))
             return False
         return all(await asyncio.gather(*(_request(client, target, model, models, report) for model in models)))
@@ -345,7 +351,7 @@ async def _request(client: AsyncClient, target: str, model: str, models: Sequenc
 
 
 class _Channels:
-    """One channel an address, closed together."""
+    """One channel per address, closed together."""
 
     def __init__(self, access: Access) -> None:
         self.access = access
@@ -365,7 +371,8 @@ class _Channels:
 
 
 async def _describe(channel: grpc.aio.Channel) -> tuple[pb.Hello, float, float]:
-    """Hello, its clock's offset to ours, and the round trip of the quickest of a few calls."""
+    """Return a worker's Hello, its clock's offset to ours and the round-trip time (s), from the quickest of a few
+    calls."""
     stub = worker_pb2_grpc.WorkerStub(channel)
     pings: list[tuple[pb.Hello, float, float]] = []
     for _ in range(_NUM_PINGS):

@@ -1,5 +1,4 @@
-"""`baton drain HOST:PORT`: a worker takes nothing new, what runs there ends or moves, and it goes, or changes its
-role."""
+"""`baton drain HOST:PORT`: a worker accepts nothing new, its requests end or move, and it exits or changes its role."""
 
 from __future__ import annotations
 
@@ -21,12 +20,12 @@ from baton.v1 import worker_pb2 as pb
 from baton.v1 import worker_pb2_grpc
 
 _POLL_S = 0.2
-_START_S = 120.0  # a new role reads the weights again
+_START_S = 120.0  # a worker in a new role reads the weights again
 _GONE = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
 
 
 class NotDrained(Exception):
-    """One line."""
+    """The worker did not drain; the message is one line."""
 
 
 _EXAMPLES = """
@@ -68,7 +67,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """0 drained, 1 not, 2 wrong use."""
+    """Drain the worker; return 0 drained, 1 failed, 2 wrong use."""
     try:
         print(asyncio.run(_drain(args)))
     except SettingsError as error:
@@ -86,7 +85,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 async def _drain(args: argparse.Namespace) -> str:
-    """Return the outcome for the worker, in one line."""
+    """Drain the worker, and return the outcome in one line."""
     request = pb.DrainRequest(next_role=args.next_role, grace_s=args.grace, stay_away=args.stay_away)
     access, begun = read_access(args), time.monotonic()
     async with open_channel(args.target, access, WORKER_NAME) as channel:
@@ -118,7 +117,7 @@ def _what_follows(keeper: str, stays_away: bool) -> str:
 
 
 async def _hello(stub: worker_pb2_grpc.WorkerStub) -> pb.Hello | None:
-    """Return None where nobody is there; one that is only busy is asked again."""
+    """Return the worker's Hello; None if nothing answers there. A worker that is only busy is asked again."""
     while True:
         try:
             return await stub.Describe(pb.DescribeRequest(), timeout=2)

@@ -1,4 +1,4 @@
-"""Print the findings of `baton doctor`, line by line as they come or as one JSON document at the end, and say them in
+"""Print the findings of `baton doctor`, as lines or as one JSON document at the end, and describe workers and faults in
 words, with advice."""
 
 import asyncio
@@ -20,15 +20,15 @@ from baton.service.security.tls import end_of
 from baton.v1 import fleet_pb2
 from baton.v1 import worker_pb2 as pb
 
-_SOON_S = 14 * 86400.0  # as the alert BatonCertificateEnds
-_CLOCK_S = 2.0  # beyond what NTP leaves, and a slow answer
+_SOON_S = 14 * 86400.0  # as in the alert BatonCertificateEnds
+_CLOCK_S = 2.0  # more than NTP leaves, or a slow answer
 _COLLECTOR_S = 3.0
 _MARKS = {"ok": "  ok  ", "note": "   -  ", "warning": "  WARN", "failure": "  FAIL"}
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One check: `status` is ok, note, warning (a request may work all the same) or failure (it does not)."""
+    """The result of one check. `status` is ok, note, warning (a request may still work) or failure (it does not)."""
 
     status: str
     part: str
@@ -39,7 +39,7 @@ class Finding:
 
 @dataclass
 class Findings:
-    """All of them, and whether a request works: so far as it was tried."""
+    """All findings, and whether a request works."""
 
     is_json: bool = False
     found: list[Finding] = field(default_factory=list)
@@ -58,12 +58,12 @@ class Findings:
         self._add(Finding("failure", part, where, text, advice))
 
     def trying(self, part: str, where: str) -> None:
-        """Show on a terminal what is being waited for, until its line comes."""
+        """Show on a terminal what is being checked, until its line is printed."""
         if not self.is_json and sys.stdout.isatty():
             print(printable(f"  ...   {part:<9} {where}"), end="\r", flush=True)
 
     def close(self) -> None:
-        """Print the verdict, or the document."""
+        """Print the verdict, or the JSON document."""
         if self.is_json:
             print(
                 json.dumps(
@@ -86,7 +86,7 @@ class Findings:
 
 
 def advice_for(message: str) -> str:
-    """Return the one thing to do about a handover that failed."""
+    """Return the one thing to do about a failed handover."""
     for sign, advice in _ADVICE:
         if sign in message:
             return advice
@@ -107,7 +107,7 @@ _ADVICE: Sequence[tuple[str, str]] = (
 def describe_unreachable(
     error: grpc.aio.AioRpcError, target: str, access: Access, what: str, flag: str
 ) -> tuple[str, str]:
-    """Return what is wrong with a call to `target`, which `flag` names, and what to do. Takes up to 4 s."""
+    """Return what is wrong with a call to `target`, which `flag` sets, and what to do. Takes up to 4 s."""
     if wrong := wrong_access(target, error.code(), error.details(), access):
         return wrong
     if error.code() is grpc.StatusCode.UNIMPLEMENTED:
@@ -118,7 +118,7 @@ def describe_unreachable(
 
 
 async def check_certificates(addresses: Iterable[str], access: Access, report: Findings) -> None:
-    """Warn of certificates that have ended, or do so soon: ours, and those of servers. Takes up to 2 s."""
+    """Warn about certificates, ours and those of servers, that have ended or end soon. Takes up to 2 s."""
     if access.tls_ca is None:
         return
     shown = dict.fromkeys(addresses)
@@ -135,8 +135,8 @@ async def check_certificates(addresses: Iterable[str], access: Access, report: F
 
 
 async def check_collector(url: str, report: Findings) -> None:
-    """Connect to the collector of spans as their exporters do, which go by `http_proxy` of the environment. Takes up to
-    3 s."""
+    """Connect to the collector of spans as the exporters do, through the environment's `http_proxy`. Takes up to 3
+    s."""
     address = (url.partition("://")[2] or url).partition("/")[0]
     try:
         split_address(address)
@@ -156,7 +156,8 @@ async def check_collector(url: str, report: Findings) -> None:
 
 
 def describe_unused(view: fleet_pb2.WorkerView) -> tuple[str, str] | None:
-    """Return why a gateway gives no request to a worker that it should use, and what to do about it; None: it does."""
+    """Return why a gateway gives no request to a worker that it should use, and what to do; None if it uses the
+    worker."""
     if view.state == "connecting":
         return f"which it cannot reach, {view.reason}", "look at names, networks and certificates between the two"
     if view.state == "stalled":
@@ -169,7 +170,7 @@ def describe_unused(view: fleet_pb2.WorkerView) -> tuple[str, str] | None:
 def say_worker(
     role: str, address: str, hello: pb.Hello, offset_s: float, round_trip_s: float, report: Findings
 ) -> None:
-    """Say what a worker serves, and with what, and how its clock goes: a warning where that is off."""
+    """Report what a worker serves and how far its clock is off; warn if that is too far."""
     served = _describe_worker(hello)
     if abs(offset_s) > _CLOCK_S + round_trip_s:
         told = f"{served}; its clock is {abs(offset_s):,.0f} s {'ahead of' if offset_s > 0 else 'behind'} this host's"
@@ -192,7 +193,7 @@ def _describe_worker(hello: pb.Hello) -> str:
 
 
 def describe_ranks(group: pb.RankGroup) -> list[str]:
-    """Draw the processes of a worker, a line for each stage, and say how fast they add."""
+    """Describe the ranks of a worker, a line for each stage, and how fast they sum."""
     width, lines = len(group.ranks) // max(1, group.num_stages), []
     for stage in range(group.num_stages):
         ranks = [_rank(rank) for rank in group.ranks[stage * width : (stage + 1) * width]]
@@ -209,7 +210,7 @@ def _rank(rank: pb.Rank) -> str:
 
 
 def _context(limits: pb.Limits) -> str:
-    """Describe the longest sequence that a worker takes, and what limits it."""
+    """Describe the longest sequence that a worker accepts, and what limits it."""
     if limits.max_model_len >= limits.model_context:
         return str(limits.max_model_len)
     is_pool = limits.max_model_len == limits.num_blocks * limits.block_size
@@ -218,7 +219,7 @@ def _context(limits: pb.Limits) -> str:
 
 
 def describe_layout(hello: pb.Hello) -> str:
-    """Say how its KV blocks are laid out."""
+    """Describe the layout of a worker's KV blocks."""
     groups = ", ".join(
         f"{group.num_layers} layers x {group.num_kv_heads} heads x {group.head_dim} {group.form}"
         for group in hello.layout.groups

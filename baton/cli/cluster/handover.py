@@ -1,4 +1,4 @@
-"""One prompt through a prefill and a decode worker, as a gateway would send it: real blocks, really moved."""
+"""Hand one prompt from a prefill to a decode worker with the messages that a gateway would send; real blocks move."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ _GREETING_S = 5.0
 _MOST_TOKENS = 2048
 _MEASURED_S = 0.5  # of reading a prompt
 _COPY_BYTES = 64 << 20
-_RENEW_S = 0.3  # of a lease of 5 s, or less where an operator says so
+_RENEW_S = 0.3  # for a lease of 5 s, or shorter if an operator says so
 
 
 class HandoverFailed(Exception):
-    """One line: which worker said what."""
+    """A worker refused or ended the handover; one line that names it and its reason."""
 
 
 class Handover(NamedTuple):
@@ -37,7 +37,7 @@ class Handover(NamedTuple):
     token_ids: tuple[int, ...]
 
     def rate_beside(self, bytes_per_s: float) -> str:
-        """Describe the rate, beside a copy of `bytes_per_s`."""
+        """Return a line with the transfer rate, compared with a memory copy of `bytes_per_s`."""
         rate = self.num_bytes / max(self.transfer_s, 1e-9)
         return (
             f"{self.transport}: {self.num_bytes / 1e6:.1f} MB at {rate / 1e9:.2f} GB/s, "
@@ -46,7 +46,7 @@ class Handover(NamedTuple):
 
 
 class Session:
-    """A worker's session as a client of it. `async with`."""
+    """A session with one worker, as a gateway has; used with `async with`."""
 
     def __init__(self, channel: grpc.aio.Channel, address: str):
         self.address = address
@@ -68,19 +68,20 @@ class Session:
         self._call.cancel()
 
     async def send(self, **command) -> None:
-        """Raises HandoverFailed where the session has ended."""
+        """Send a command. Raises HandoverFailed if the session has ended."""
         if self._call.done():
             raise self._closed()
         await self._call.write(pb.Command(**command))
 
     async def expect(self, kind: str, key: pb.Key):
-        """The next event of this kind of this key. Raises HandoverFailed when the key is refused or ends first."""
+        """Return the next event of this kind for this key. Raises HandoverFailed if the key is refused or ends
+        first."""
         while True:
             event = await self._read()
             name = event.WhichOneof("kind")
             message = getattr(event, name)
             if key not in getattr(message, "keys", [getattr(message, "key", None)]):
-                continue  # of a handover before
+                continue  # the event belongs to an earlier handover
             if name == kind:
                 return message
             if name == "refused":
@@ -99,7 +100,8 @@ class Session:
 
 
 async def prove(prefill: Session, decode: Session, timeout_s: float) -> Handover:
-    """Two blocks and a token of a third, fetched while they are computed, as a gateway does it.
+    """Hand over two blocks and one more token while they are computed, as a gateway does.
+
     Raises HandoverFailed, TimeoutError, AioRpcError."""
     num_tokens = 2 * max(prefill.hello.limits.block_size, decode.hello.limits.block_size) + 1
     return await hand_over(prefill, decode, num_tokens, None, True, timeout_s)
@@ -108,8 +110,9 @@ async def prove(prefill: Session, decode: Session, timeout_s: float) -> Handover
 async def measure(
     prefill: Session, decode: Session, transport: str | None, proof: Handover, timeout_s: float
 ) -> Handover:
-    """As many tokens as the prefill worker reads in half a second, by what `proof` took; all KV is written before it is
-    fetched, so that the rate is the transport's. `transport` None: the decode worker chooses. Raises as `prove`."""
+    """Hand over as many tokens as the prefill worker reads in half a second, by the times of `proof`. All KV is written
+    before it is fetched, so the rate is the transport's. `transport` None: the decode worker chooses. Raises as
+    `prove`."""
     num_tokens = max(proof.num_tokens, round(_MEASURED_S * proof.num_tokens / proof.ttft_s))
     return await hand_over(prefill, decode, min(num_tokens, _MOST_TOKENS), transport, False, timeout_s)
 
@@ -117,7 +120,7 @@ async def measure(
 async def hand_over(
     prefill: Session, decode: Session, num_tokens: int, transport: str | None, is_early: bool, timeout_s: float
 ) -> Handover:
-    """A new prompt of at most so many tokens, fetched while it is computed where `is_early`, else once all of it is.
+    """Hand over a new prompt of at most `num_tokens`, fetched while it is computed if `is_early`, else afterwards.
     Raises as `prove`."""
     key = pb.Key(request_id=f"doctor-{secrets.token_hex(8)}", attempt=1)
     spec = _spec(prefill.hello, decode.hello, num_tokens, time.monotonic() + timeout_s)
@@ -140,14 +143,14 @@ async def hand_over(
             output = await decode.expect("step_output", key)
     finally:
         for session in (prefill, decode):
-            with contextlib.suppress(HandoverFailed):  # one that has ended keeps nothing
+            with contextlib.suppress(HandoverFailed):  # a session that has ended keeps nothing
                 await session.send(cancel=pb.Cancel(key=key))
     token_ids = (done.first_tokens[0].token_id, *output.token_ids)
     return Handover(fetched.transport, fetched.num_tokens, fetched.num_bytes, fetched.transfer_s, ttft_s, token_ids)
 
 
 async def _renewing(prefill: Session, key: pb.Key, lease_id: bytes) -> pb.Done:
-    """Wait for the prompt to be read, and keep its KV meanwhile."""
+    """Wait until the prompt is read, and renew the lease of its KV meanwhile."""
     done = asyncio.ensure_future(prefill.expect("done", key))
     try:
         while not (await asyncio.wait((done,), timeout=_RENEW_S))[0]:
@@ -158,7 +161,7 @@ async def _renewing(prefill: Session, key: pb.Key, lease_id: bytes) -> pb.Done:
 
 
 def _spec(prefill: pb.Hello, decode: pb.Hello, num_tokens: int, deadline: float) -> pb.RequestSpec:
-    """Return new tokens under a root of their own, so that no cache answers instead of the transport."""
+    """Return random tokens under a new root, so that no cache can answer instead of the transport."""
     room = min(prefill.limits.max_model_len, decode.limits.max_model_len) - 8
     token_ids = random.choices(range(min(prefill.model.vocab_size, decode.model.vocab_size)), k=min(room, num_tokens))
     root = SpanHash(secrets.token_bytes(HASH_BYTES))
@@ -184,7 +187,7 @@ def _taker(hello: pb.Hello) -> kv_pb2.Taker:
 
 
 def _only(handle: bytes, transport: str | None) -> bytes:
-    """The handle with the endpoints of one transport."""
+    """Return the handle with the endpoints of one transport only."""
     if transport is None:
         return handle
     message = kv_pb2.KVHandle.FromString(handle)
@@ -196,7 +199,7 @@ def _only(handle: bytes, transport: str | None) -> bytes:
 
 
 def copy_rate() -> float:
-    """Return the bytes a second of a plain copy, best of a few."""
+    """Return the bytes per second of a plain memory copy, the best of four."""
     import numpy as np
 
     source, target = np.ones(_COPY_BYTES, np.uint8), np.zeros(_COPY_BYTES, np.uint8)

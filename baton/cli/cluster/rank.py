@@ -1,4 +1,4 @@
-"""`baton rank`: a stage of a worker that runs on another host."""
+"""`baton rank`: run a pipeline stage of a worker on another host."""
 
 from __future__ import annotations
 
@@ -47,14 +47,15 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """0 ended by a signal, 1 the worker has refused it or has ended, 2 wrong use or a model that cannot be served."""
+    """Serve the stage; return 0 after a signal, 1 if the worker refuses it or ends, 2 for wrong use or a model that
+    cannot be served."""
     try:
         access = read_access(args)
     except SettingsError as error:
         return fail("baton rank", one_line(error), WRONG_USE)
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     logs.setup("rank", "info")
-    from baton.engine.core.model_errors import ModelError  # torch takes seconds
+    from baton.engine.core.model_errors import ModelError  # imports torch, which takes seconds
     from baton.worker.ranks.rank import NotJoined, RankSettings, serve_rank
 
     settings = RankSettings(args.leader, args.model, args.threads, access, args.kv_host, args.kv_port)

@@ -1,4 +1,4 @@
-"""`baton scale decode=3`: a running stack gets so many workers of a role, or shows those it has."""
+"""`baton scale decode=3`: set the number of a running stack's workers by role, or list them."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """0 done, 1 not, 2 wrong use."""
+    """Scale or list the workers; return 0 done, 1 failed, 2 wrong use."""
     try:
         wanted = _wanted(args.wanted)
         launcher = make_launcher(args, read_access(args))
@@ -61,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _wanted(words: list[str]) -> dict[str, int]:
-    """Raises ValueError."""
+    """Parse ROLE=N arguments. Raises ValueError."""
     found: dict[str, int] = {}
     for word in words:
         role, _, number = word.partition("=")
@@ -74,9 +74,9 @@ def _wanted(words: list[str]) -> dict[str, int]:
 
 
 async def _scale(launcher: WorkerLauncher, wanted: Mapping[str, int], timeout_s: float) -> str:
-    """Return the workers there are in the end, as a table. Raises LaunchError, TimeoutError."""
+    """Scale each role, and return the final workers as a table. Raises LaunchError, TimeoutError."""
     async with asyncio.timeout(timeout_s):
-        # Workers of an earlier command, which has said why.
+        # Workers that failed under an earlier command, which has reported the reason.
         failed = {worker.name for worker in await launcher.list() if worker.state == "failed"}
         for role, number in wanted.items():
             await scale(launcher, role, number)
@@ -91,7 +91,8 @@ async def _scale(launcher: WorkerLauncher, wanted: Mapping[str, int], timeout_s:
 
 
 def _missing(workers: list[PlacedWorker], wanted: Mapping[str, int]) -> str:
-    """Return what is still to come, in words; empty: nothing. Raises LaunchError for a worker that does not start."""
+    """Return what is still missing, in words; empty if nothing is. Raises LaunchError for a worker that does not
+    start."""
     for worker in workers:
         if worker.state == "failed" and worker.role in wanted:
             raise LaunchError(f"{worker.name}: {worker.reason}")

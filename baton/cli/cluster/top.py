@@ -1,5 +1,5 @@
-"""`baton top`: the fleet in a terminal, every second: rates, queues, KV, latencies, and which worker is slow in which
-phase."""
+"""`baton top`: show the fleet in a terminal every second: rates, queues, KV, latencies, and in which phase a worker is
+slow."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Return 0 after a look, Ctrl-C or the reader's end, 1 if no gateway answers, 2 for wrong use."""
+    """Show the fleet; return 0 after --once, Ctrl-C or a closed pipe, 1 if no gateway answers, 2 for wrong use."""
     if not 0 < args.interval <= 3600:
         return fail("baton top", f"--interval {args.interval}: must be above 0 and at most 3600", WRONG_USE)
     try:
@@ -84,7 +84,7 @@ async def _watch(args: argparse.Namespace) -> None:
 
 
 def frame(target: str, workers: pb.ListWorkersResponse, requests: pb.ListRequestsResponse, rates: str) -> str:
-    """One look, cut to the terminal's width."""
+    """Return one screen, cut to the terminal's width."""
     state = f"not ready: {workers.not_ready}" if workers.not_ready else "ready"
     lines = [f"baton {target}  {state}  up {requests.uptime_s:.0f} s  {rates}", *_latencies(requests), ""]
     if len(workers.models) > 1:

@@ -56,7 +56,7 @@ class _HelpAll(argparse.Action):
 
 
 def run(args: argparse.Namespace) -> int:
-    """Serve until a signal: 0 drained, 1 failed, 2 wrong use."""
+    """Serve until a signal; return 0 drained, 1 failed, 2 wrong use."""
     try:
         plan = make_plan(args)
         return asyncio.run(_serve(Stack(plan), next(iter(plan.models))))
@@ -69,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 async def _serve(stack: Stack, model: str | None) -> int:
-    """`model`: the first of several."""
+    """Start the stack and drain it after a signal; return the exit status. `model` is the first of several models."""
     signals: asyncio.Queue[None] = asyncio.Queue()
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, signals.put_nowait, None)
@@ -83,7 +83,7 @@ async def _serve(stack: Stack, model: str | None) -> int:
         else:
             log("baton: stopped before it was ready")
             status = 0
-    except BaseException:  # processes that were started would keep the event loop from its end
+    except BaseException:  # otherwise the processes that were started would keep the event loop from closing
         await stack.kill()
         raise
     await stack.kill()
@@ -93,18 +93,18 @@ async def _serve(stack: Stack, model: str | None) -> int:
 async def _announce(stack: Stack, model: str | None) -> bool:
     fields = await stack.start()
     announce(" ".join(["ready", *(f"{key}={value}" for key, value in {**fields, "pid": os.getpid()}.items())]))
-    has_keys = "fleet" in fields  # then the command needs more than an address
+    has_keys = "fleet" in fields  # then a request needs more flags than an address
     named = f" --model {shlex.quote(model)}" if model else ""
     ask = "" if has_keys else f'; next: baton generate "def f(x):"{named} --target {fields["grpc"]}'
     log(f"baton: page http://{fields['admin']}/{ask}")
-    if (control := fields["control"]) != DEFAULT_ADDRESS:  # a stack that was here first may have that
+    if (control := fields["control"]) != DEFAULT_ADDRESS:  # another stack may hold the default
         log(f"baton: scale this stack with --launcher {control}")
     return True
 
 
 async def _unless_signalled(work, signals: asyncio.Queue) -> bool:
-    """The result of `work`, or False when a signal came first. One that came with the end of `work` is left to the
-    next."""
+    """Return the result of `work`, or False if a signal arrives first. A signal that arrives with the end of `work` is
+    left for the next call."""
     task, signalled = asyncio.ensure_future(work), asyncio.ensure_future(signals.get())
     await asyncio.wait([task, signalled], return_when=asyncio.FIRST_COMPLETED)
     was_signalled = not signalled.cancel()

@@ -1,4 +1,4 @@
-"""The settings of `baton up`: from flags, variables and a file to the flags of each process of the stack."""
+"""The settings of `baton up`: flags, variables and a file become the flags of each process of the stack."""
 
 from __future__ import annotations
 
@@ -40,25 +40,25 @@ from baton.service.settings import (
 from baton.worker.settings import WorkerSettings
 from gateway.config.settings import GatewaySettings
 
-# What `baton up` sets itself.
+# Settings that `baton up` itself sets.
 _NOT_OPTIONS = ("model", "listen", "admin", "gateways", "served_model_name")
 _NOT_GATEWAY_OPTIONS = (
     "model", "served_model_name", "listen", "http", "prefill_workers", "decode_workers", "redis", "admin",
 )  # fmt: skip
-_GATEWAY_DEFAULTS: Mapping[str, object] = {"stand_in": True}  # one worker a role is usual here, and each may die
+_GATEWAY_DEFAULTS: Mapping[str, object] = {"stand_in": True}  # a stack often has one worker per role, and each may die
 _COUNTED_WORDS = "counted; 1 with --launcher ray"
 COUNTED: Mapping[str, str] = {"workers_per_host": _COUNTED_WORDS, "workers_per_gpu": _COUNTED_WORDS}
 _SHIPPED_NAME = "baton-demo"
-# The help of one screen has these; --help-all the rest.
+# The options in the one-screen help; --help-all shows the rest.
 _SHORT = ("model", "listen", "http", "prefill", "decode", "launcher", "redis", "certs", "quantization", "speculator")
 LAUNCHERS = ("local", "ray")
-# Beyond the grace: KV moves to other workers, and spans are flushed.
+# Added to the grace period: KV moves to other workers, and spans are flushed.
 _WORKER_BEYOND_S, _GATEWAY_BEYOND_S = 7.0, 10.0
 
 
 @dataclass(frozen=True)
 class UpSettings:
-    """Settings of `baton up` itself; worker options come beside them."""
+    """The settings of `baton up` itself; worker and gateway options come on top."""
 
     model: str | None = option(
         "model folder, .gguf file, OWNER/NAME[@REVISION][:FILE.gguf] on a hub, or s3://, gs://, https:// URL; several with the "
@@ -92,12 +92,13 @@ class UpSettings:
 
     @property
     def models(self) -> Mapping[str | None, Path]:
-        """Return what is to be served, by name; None: by its folder's. Raises ValueError."""
+        """The models to serve, by name; the name None stands for a single model named by its folder. Raises
+        ValueError."""
         return {None: SHIPPED_MODEL} if self.model is None else named_models(self.model)
 
     @property
     def num_workers(self) -> dict[str, int]:
-        """Return how many each model has, by role. One alone, of the decode role, reads prompts too."""
+        """How many workers each model has, by role. A single decode worker also reads prompts."""
         return {"prefill": 0, "decode": 1} if self.together else {"prefill": self.prefill, "decode": self.decode}
 
     def __post_init__(self) -> None:
@@ -143,7 +144,7 @@ class UpSettings:
             taken[address] = name
 
 
-# Tables of the file, the prefix of the flags that say the same, and what they set.
+# Tables of the file, with the prefix of their flags, the settings class, and the fields that a table may not set.
 _TABLES = {
     "prefill_worker": ("prefill.", WorkerSettings, _NOT_OPTIONS),
     "decode_worker": ("decode.", WorkerSettings, _NOT_OPTIONS),
@@ -153,9 +154,9 @@ _TABLES = {
 
 @dataclass(frozen=True)
 class Resolved:
-    """`models` by name, None being that of a single one; `num_workers` of each; `workers`: values by role that were
-    set, checked as the worker would; `gateway`: those of the gateway; `sources`: where a value was set that is no
-    flag's, by the flag's name; `cpu_roles` compute on the CPU; `resources`: by role, of a worker."""
+    """All settings of a stack, joined and checked. `models` by name, None for a single one; `num_workers` per model and
+    role; `workers`: values that were set, by role; `gateway`: those of the gateway; `sources`: where a value was set
+    other than by a flag, by the flag's name; `cpu_roles` compute on the CPU; `resources` of one worker, by role."""
 
     up: UpSettings
     models: Mapping[str | None, Path]
@@ -168,7 +169,7 @@ class Resolved:
 
 
 def add_up_flags(parser: argparse.ArgumentParser, is_short: bool) -> None:
-    """Add the flags of `baton up`. `is_short`: the help names only those that most people need."""
+    """Add the flags of `baton up`. `is_short`: the help shows only those that most users need."""
     parser.add_argument("--config", type=Path, metavar="FILE", help="settings as TOML, as `baton config` prints them")
     shown = _SHORT if is_short else None
     add_flags(parser, UpSettings, shown=shown, names_variable=not is_short)
@@ -184,21 +185,21 @@ def add_up_flags(parser: argparse.ArgumentParser, is_short: bool) -> None:
 
 
 def options_of(cls: type) -> list[str]:
-    """Return the fields of UpSettings, WorkerSettings or GatewaySettings that `baton up` lets one set."""
+    """Return the fields of UpSettings, WorkerSettings or GatewaySettings that users of `baton up` can set."""
     skip = {WorkerSettings: _NOT_OPTIONS, GatewaySettings: _NOT_GATEWAY_OPTIONS}.get(cls, ())
     return [name for name in flat_fields(cls) if name not in skip]
 
 
 def worker_settings(values: Mapping[str, object], model: Path) -> WorkerSettings:
-    """Return the settings of a worker that is given these values, checked as it would. Raises SettingsError."""
-    of_stack = {variable(name) for name in _NOT_OPTIONS}  # BATON_LISTEN is the gateway's; each worker is told its own
+    """Return a worker's settings from these values, checked as the worker checks them. Raises SettingsError."""
+    of_stack = {variable(name) for name in _NOT_OPTIONS}  # BATON_LISTEN is the gateway's
     env = {name: value for name, value in os.environ.items() if name not in of_stack}
     return load_settings(WorkerSettings, values, env, defaults={"model": model})
 
 
 def gateway_settings(found: Resolved) -> GatewaySettings:
-    """Return the settings of the gateway, checked as it would. Raises SettingsError, which names flags of `baton
-    up`."""
+    """Return the gateway's settings, checked as the gateway checks them. Raises SettingsError that names flags of
+    `baton up`."""
     values = {"model": model_setting(found.models), "listen": found.up.listen, **found.gateway}
     values |= {"http": found.up.http} if found.up.http else {}
     try:
@@ -211,13 +212,14 @@ def gateway_settings(found: Resolved) -> GatewaySettings:
 
 
 def make_plan(args: argparse.Namespace) -> StackPlan:
-    """Check all that can be checked before a process is started, and download a model that is on a hub. Raises
-    SettingsError or StartError."""
+    """Return the plan of the stack, with everything checked that can be before a process starts; download models from a
+    hub. Raises SettingsError or StartError."""
     found = resolve(args)
     gateway_settings(found)
     up, models = found.up, {name: _present(path, found.up) for name, path in found.models.items()}
     gateway = dict(found.gateway)
-    fleet_listen, redis = gateway.pop("fleet_listen", None), gateway.pop("redis", None)  # whose URL may have a password
+    # the Redis URL may have a password
+    fleet_listen, redis = gateway.pop("fleet_listen", None), gateway.pop("redis", None)
     drain_s = {role: _WORKER_BEYOND_S + _grace_s(WorkerSettings, values) for role, values in found.workers.items()}
     gateway_drain_s = _GATEWAY_BEYOND_S + _grace_s(GatewaySettings, gateway)
     return StackPlan(
@@ -237,12 +239,12 @@ def make_plan(args: argparse.Namespace) -> StackPlan:
         found.resources,
         up.together,
         drain_s,
-        gateway_drain_s + (drain_s["decode"] if up.together else 0),  # one after the other
+        gateway_drain_s + (drain_s["decode"] if up.together else 0),  # both drain in one process, the gateway first
     )
 
 
 def _grace_s(cls: type[WorkerSettings] | type[GatewaySettings], values: Mapping[str, object]) -> float:
-    """Return for how long what runs in a process of these values may go on once it is to end. Raises SettingsError."""
+    """Return the grace period of a process with these values, in seconds. Raises SettingsError."""
     given = sourced_settings(cls, values).get("drain_grace_s")
     grace_s = cls.drain_grace_s if given is None else given.value
     assert isinstance(grace_s, float)
@@ -250,7 +252,7 @@ def _grace_s(cls: type[WorkerSettings] | type[GatewaySettings], values: Mapping[
 
 
 def _present(given: Path, up: UpSettings) -> Path:
-    """Return the folder or file of a model, which is downloaded if it is on a hub. Raises StartError."""
+    """Return the folder or file of a model, downloaded if it is on a hub. Raises StartError."""
     model = find_model(given)
     wanted = model if is_gguf(model) else model / "config.json"
     if not wanted.is_file():
@@ -260,7 +262,7 @@ def _present(given: Path, up: UpSettings) -> Path:
 
 
 def resolve(args: argparse.Namespace) -> Resolved:
-    """Join file, variables and flags: file < variables < flags. Raises SettingsError."""
+    """Join the settings: file < variables < flags. Raises SettingsError."""
     from_file = _from_file(args)
     flags = {**{name: each.value for name, each in from_file.items()}, **vars(args)}
     try:
@@ -270,7 +272,7 @@ def resolve(args: argparse.Namespace) -> Resolved:
             name = _SHIPPED_NAME if settings.model is None else name_on_hub(models[None])
             settings = replace(settings, served_model_name=name)
         gateway = {name: value for name, value in _GATEWAY_DEFAULTS.items() if not is_in_environment(name)}
-        if is_in_environment("fleet_listen"):  # each gateway has an address of its own there, and workers are told
+        if is_in_environment("fleet_listen"):  # then each gateway has its own address there, and workers are told
             gateway["fleet_listen"] = os.environ[variable("fleet_listen")]
         gateway |= {
             name: value for name in ("redis", "admin", "served_model_name") if (value := getattr(settings, name))
@@ -290,7 +292,7 @@ def resolve(args: argparse.Namespace) -> Resolved:
 
 
 def _from_file(args: argparse.Namespace) -> dict[str, Sourced]:
-    """Return what the file of --config sets, by the name of the flag that would, and no variable or flag does. Raises
+    """Return what the --config file sets and neither variables nor flags override, by the name of the flag. Raises
     SettingsError."""
     if args.config is None:
         return {}
@@ -313,7 +315,7 @@ def _from_file(args: argparse.Namespace) -> dict[str, Sourced]:
 
 
 def _folder_values(up: UpSettings) -> Mapping[str, Mapping[str, object]]:
-    """Return what the folder of --certs sets, by role. Raises SettingsError."""
+    """Return the settings that the --certs folder implies, by role. Raises SettingsError."""
     if up.certs is None:
         return {"gateway": {}, **{role: {} for role in ROLES}}
     # Workers on other nodes register there.
@@ -323,7 +325,8 @@ def _folder_values(up: UpSettings) -> Mapping[str, Mapping[str, object]]:
         "cluster_secret": up.certs / SECRET,
         "fleet_listen": f"{fleet_host}:0",
     }
-    # Not so those of TLS: a role has its certificate, and the variables are those of commands that ask.
+    # The TLS files are not overridden by variables: each role has its certificate, and the variables are for commands
+    # that call the stack.
     own = {name: value for name, value in own.items() if not is_in_environment(name)}
     return {
         "gateway": {**_tls_files(up.certs, "gateway"), **own},
@@ -332,7 +335,7 @@ def _folder_values(up: UpSettings) -> Mapping[str, Mapping[str, object]]:
 
 
 def _folder_sources(folder: Mapping[str, Mapping[str, object]], flags: Collection[str]) -> dict[str, str]:
-    """Return where the folder's values were set that no flag, and no line of the file, sets too."""
+    """Return the source of each value that comes from the --certs folder and is not overridden."""
     named = [(role, name) for role, values in folder.items() for name in values]
     return {
         f"{role}.{name}": "the folder of --certs"
@@ -342,7 +345,7 @@ def _folder_sources(folder: Mapping[str, Mapping[str, object]], flags: Collectio
 
 
 def _tls_files(certs: Path, role: str) -> dict[str, Path]:
-    """Raises SettingsError."""
+    """Return the certificate files of a role. Raises SettingsError."""
     files = {"tls_cert": certs / f"{role}.crt", "tls_key": certs / f"{role}.key", "tls_ca": certs / CA_CERT}
     for path in files.values():
         if not path.is_file():
@@ -359,8 +362,8 @@ def _worker_values(
     up: UpSettings,
     folder: Mapping[str, Mapping[str, object]],
 ) -> tuple[dict[str, dict[str, object]], list[str], dict[str, Resources]]:
-    """Return the worker options that were given, by role, with its threads, each role's checked as its worker would;
-    the roles that compute on the CPU; and what a worker of each role takes. Raises SettingsError."""
+    """Return the worker options that were given, by role, with thread counts, each checked as the worker checks it; the
+    roles that compute on the CPU; and the resources of one worker, by role. Raises SettingsError."""
     both = given(WorkerSettings, {name: value for name, value in flags.items() if name not in _NOT_OPTIONS})
     own = {role: given(WorkerSettings, flags, f"{role}.") for role in ROLES}
     for role in ROLES:
@@ -387,11 +390,10 @@ def _worker_values(
         role: Resources((threads[role] or 1) * each.num_ranks_here, 0 if role in cpu_roles else each.num_ranks_here)
         for role, each in engines.items()
     }
-    # Workers of one process that compute on the CPU, and whose number of threads nobody gave, divide the cores by
-    # themselves.
+    # CPU workers of one process divide the cores by themselves if no thread count is given.
     on_gpus = len(cpu_roles) < len(ROLES) and bool(visible_gpus())
     is_divided = on_gpus or any(threads.values()) or any(each.num_ranks_here > 1 for each in engines.values())
-    if up.launcher == "local" and is_divided:  # on a cluster a worker has the cores that are set aside for it
+    if up.launcher == "local" and is_divided:  # on a cluster, a worker has the cores that are reserved for it
         threads = divide_cores(num_ranks, threads)
     for role in ROLES:
         values[role] |= {} if threads[role] is None else {"threads": threads[role]}

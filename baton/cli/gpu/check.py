@@ -1,4 +1,4 @@
-"""The word of a step: what was checked, whether it is right, and the figures."""
+"""The result of one check of a step: what was checked, whether it is right, and the figures."""
 
 import json
 from collections.abc import Callable
@@ -6,7 +6,8 @@ from dataclasses import asdict, dataclass
 
 from baton.lines import one_line
 
-Say = Callable[[str, bool | None, str], None]  # what was checked; right, wrong, or None: nothing to check; in words
+# what was checked; right, wrong or None for nothing to check; the figures in words
+Say = Callable[[str, bool | None, str], None]
 _MARKS = {True: "  ok  ", False: "  FAIL", None: "   -  "}
 
 
@@ -28,7 +29,7 @@ class Check:
 
     @classmethod
     def from_json(cls, line: str) -> "Check":
-        """Raises ValueError for a line that is none."""
+        """Parse a line that `to_json` wrote. Raises ValueError for another line."""
         try:
             return cls(**json.loads(line))
         except TypeError as error:
@@ -36,5 +37,5 @@ class Check:
 
 
 def sayer(step: str, add: Callable[[Check], None]) -> Say:
-    """Return what a step reports with."""
+    """Return the function with which a step reports its checks."""
     return lambda what, is_right, text: add(Check(step, what, is_right, text))

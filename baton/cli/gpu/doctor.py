@@ -1,5 +1,5 @@
-"""Run the steps one by one, each in a process that is ended when its time is up: a kernel that hangs, or a fault that
-kills the CUDA context, ends one row of the table and not the others."""
+"""Run the steps one after the other, each in a process with a time limit: a kernel that hangs, or a fault that breaks
+the CUDA context, costs one row of the table and not the others."""
 
 import argparse
 import os
@@ -18,7 +18,7 @@ from baton.service.exits import WRONG_USE, fail
 from kvtransfer.memory.cuda_runtime import gpu_refusal
 
 LIMIT_S = 720.0
-# In the order in which they tell the most; seconds that a step has. Together they stay below LIMIT_S.
+# The most telling steps first; seconds for each. Their sum is below LIMIT_S.
 STEPS = {
     "host": 20, "copies": 50, "kernels": 120, "graphs": 80, "engine": 110, "workers": 90, "model": 80, "groups": 120,
     "faults": 40,
@@ -33,13 +33,12 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the table and, in its last line, the number of failures; return 0 where there are none, else 1; 2 for wrong
-    use."""
+    """Print the table and the number of failures; return 0 without failures, else 1; 2 for wrong use."""
     if not args.gpu:
         return fail("baton doctor", "--model has an effect with --gpu alone", WRONG_USE)
     for number in (signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) != signal.SIG_IGN:  # by nohup
-            signal.signal(number, signal.default_int_handler)  # so that the step is ended, which would keep the GPU
+        if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores it
+            signal.signal(number, signal.default_int_handler)  # so that the step ends too: it would keep the GPU
     if why := gpu_refusal():
         print(f"baton doctor --gpu: no GPU can be used: {why}; 1 failure")
         return 1
@@ -47,7 +46,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def run_steps(names: Sequence[str], command: Callable[[str], list[str]], seconds: Mapping[str, float]) -> int:
-    """`command`: of a step, by name."""
+    """Run the steps and print their rows; return 1 if a check failed, else 0. `command(name)` is a step's command
+    line."""
     failures = 0
 
     def add(check: Check) -> None:
@@ -67,7 +67,7 @@ def step_command(name: str, model: Path | None) -> list[str]:
 
 
 def run_step(name: str, command: Sequence[str], limit_s: float, add: Callable[[Check], None]) -> None:
-    """Add the checks as they come; one more where the step breaks off or its time is up."""
+    """Run a step and add its checks as they are printed; add a failure if the step breaks off or exceeds its time."""
     with tempfile.TemporaryFile("w+") as errors:
         process = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=errors, text=True, start_new_session=True,
@@ -79,12 +79,12 @@ def run_step(name: str, command: Sequence[str], limit_s: float, add: Callable[[C
         assert process.stdout is not None
         try:
             for line in process.stdout:
-                with suppress(ValueError):  # what a library prints
+                with suppress(ValueError):  # lines that libraries print
                     add(Check.from_json(line))
             status = process.wait()
-        finally:  # Ctrl-C too
+        finally:  # also after Ctrl-C
             timer.cancel()
-            _end(process)  # and what it has left behind
+            _end(process)  # also ends processes that the step has left behind
             process.wait()
         if status and is_late.is_set():
             add(Check(name, "time", False, f"not done within {limit_s:.0f} s"))
@@ -100,7 +100,7 @@ def _end_late(process: subprocess.Popen, is_late: threading.Event) -> None:
 
 
 def _end(process: subprocess.Popen) -> None:
-    """End the step and all that it has started."""
+    """Kill the step and all processes that it started."""
     try:
         os.killpg(process.pid, signal.SIGKILL)
     except ProcessLookupError:

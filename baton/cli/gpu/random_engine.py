@@ -1,4 +1,4 @@
-"""An engine with random weights in the shape of a known model: what a GPU does with it needs no download."""
+"""An engine with random weights in the shape of a known model: GPU checks need no download."""
 
 import gc
 from collections.abc import Sequence
@@ -33,7 +33,7 @@ FORMS = ("bf16", "int4-g128", "fp8", "int8")
 
 
 class RandomSource(WeightSource):
-    """Random weights of one form, made on their device; the head of a quantized model stays in bf16."""
+    """Random weights of one form, made on the device; the output head of a quantized model stays in bf16."""
 
     name = "random"
 
@@ -88,14 +88,15 @@ def make_spec(sizes: tuple[int, ...], context: int) -> ModelSpec:
 
 
 class RandomEngine:
-    """A whole engine on a device: scheduler, pool, launcher with its graphs, sampler."""
+    """A whole engine on one device: scheduler, pool, launcher with its graphs, sampler."""
 
     def __init__(
         self, form: str, device: torch.device, sizes=LLAMA_8B, *, kv: str = "bf16", exact: bool = False,
         max_num_seqs: int = 256, context: int = 2048, chunk: int = 8192, num_tokens: int = 0, proposers=(),
         sm_share: float | None = None,
     ):  # fmt: skip
-        """`num_tokens`: of the pool; 0: max_num_seqs contexts. `sm_share`: of the multiprocessors; None: all."""
+        """Build the engine. `num_tokens` is the pool's size, 0 for max_num_seqs contexts; `sm_share` is a share of the
+        multiprocessors, None for all."""
         spec = make_spec(sizes, context)
         num_blocks = -(-(num_tokens or max_num_seqs * context) // BLOCK_SIZE)
         self.config = resolve(
@@ -124,19 +125,20 @@ class RandomEngine:
 
     @property
     def weight_bytes(self) -> int:
-        """Read in every step; of the embedding only rows are."""
+        """Bytes that every step reads; of the embedding, a step reads single rows only."""
         return self.model.weights.num_bytes
 
     def ids(self, count: int) -> list[int]:
         return torch.randint(5, self.model.spec.vocab_size, (count,), generator=self._generator).tolist()
 
     def request(self, ids: Sequence[int], num_output: int, **sampling) -> Request:
-        """Without span hashes: nothing is found in, or goes into, the prefix cache."""
+        """Return a request without span hashes: the prefix cache is neither read nor filled."""
         self._count += 1
         return Request(Key(str(self._count)), tuple(ids), len(ids), SamplingParams(**sampling), num_output)
 
     def answers(self, prompts: Sequence[Sequence[int]], num_output: int, **sampling) -> list[list[int]]:
-        """Return the token ids that follow prompts which run together. Raises RuntimeError for one that fails."""
+        """Return the token ids that follow each of the prompts, which run concurrently. Raises RuntimeError if one
+        fails."""
         found: dict[Key, list[int]] = {}
         for ids in prompts:
             request = self.request(ids, num_output, **sampling)
@@ -150,7 +152,7 @@ class RandomEngine:
 
     @staticmethod
     def _take(output: Output, found: dict[Key, list[int]]) -> bool:
-        """Return whether this was the end of a request."""
+        """Store an output's tokens, and return whether its request has ended."""
         if isinstance(output, PrefillDone):
             found[output.key] += [first.token_id for first in output.first_tokens]
         elif isinstance(output, TokenRun):
@@ -162,7 +164,7 @@ class RandomEngine:
         return False
 
     def finish(self) -> None:
-        """Ends what still runs."""
+        """Cancel the requests that still run."""
         for key in list(self.engine.admission.groups):
             self.engine.cancel(key)
         while self.engine.has_work():
@@ -170,7 +172,7 @@ class RandomEngine:
                 break
 
     def close(self) -> None:
-        """Give the memory back: nothing else of this may be called afterwards."""
+        """Free the memory. The object cannot be used afterwards."""
         del self.engine, self.launcher, self.model
         gc.collect()
         if self.device.type == "cuda":

@@ -1,4 +1,4 @@
-"""One step in this process: python -m baton.cli.gpu.step NAME [MODEL]. Prints a line of JSON a check."""
+"""Run one step in this process and print a line of JSON per check: python -m baton.cli.gpu.step NAME [MODEL]."""
 
 import sys
 from importlib import import_module

@@ -1,4 +1,4 @@
-"""Choose by flags whose workers a command places: those of a running `baton up`, or a cluster's of Kubernetes."""
+"""Choose by flags whose workers a command places: those of a running `baton up`, or those of a Kubernetes cluster."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ KUBERNETES = "kubernetes"
 
 
 def add_launcher_flags(parser: argparse.ArgumentParser, default: str) -> None:
-    """Add --launcher and what goes with it. `default`: whose workers are placed without it, in words."""
+    """Add --launcher and its related flags. `default` says in words whose workers are placed without it."""
     group = parser.add_argument_group("where workers are placed")
     group.add_argument(
         "--launcher",
@@ -27,7 +27,7 @@ def add_launcher_flags(parser: argparse.ArgumentParser, default: str) -> None:
 
 
 def make_launcher(args: argparse.Namespace, access: Access) -> WorkerLauncher:
-    """Raises LaunchError, ValueError."""
+    """Return the launcher that the flags name. Raises LaunchError, ValueError."""
     if args.launcher == KUBERNETES:
         return KubernetesLauncher.find(args.namespace, args.release, args.api)
     for name in ("namespace", "release", "api"):
@@ -37,7 +37,8 @@ def make_launcher(args: argparse.Namespace, access: Access) -> WorkerLauncher:
 
 
 def _only_stack() -> str:
-    """Return where the stack on this machine is scaled. Raises ValueError where several run, or cannot be seen."""
+    """Return the control address of the one stack on this machine. Raises ValueError if several run or cannot be
+    listed."""
     try:
         stacks = noted_stacks()
     except OSError as error:

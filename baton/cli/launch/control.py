@@ -1,4 +1,4 @@
-"""The launcher of a running `baton up`, served to operators, and asked from elsewhere."""
+"""The launcher of a running `baton up` as a gRPC service for operators, and its client."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _STOP_S = 0.5
 
 
 class ControlServer:
-    """Serves a launcher at an address: with certificates to operators, without to all on this host."""
+    """Serves a launcher at an address: to operators if there are certificates, else to everyone on this host."""
 
     def __init__(self, launcher: WorkerLauncher, tls: Tls | None):
         self._tls = tls
@@ -32,7 +32,7 @@ class ControlServer:
         fleet_pb2_grpc.add_LauncherServicer_to_server(_LauncherService(launcher), self._server)
 
     async def start(self, address: str) -> int:
-        """Return the port. Raises ListenError."""
+        """Listen, and return the port. Raises ListenError."""
         port = bind(self._server, address, self._tls and self._tls.server(require_certificate=True))
         await self._server.start()
         return port

@@ -1,4 +1,4 @@
-"""A model by its name on a hub: downloaded once, safetensors only, each large file held against the hub's own
+"""Find a model by its name on a hub: downloaded once, safetensors only, each large file checked against the hub's
 digest."""
 
 from __future__ import annotations
@@ -14,22 +14,21 @@ from baton.lines import one_line
 
 _NAME = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+?)(@(?P<revision>[\w./-]+?))?(:(?P<file>[\w./-]+\.gguf))?")
 _WANTED = ["*.safetensors", "*.json", "*.jinja"]
-# Files of other programs, and the weights once more in Mistral's own layout. Of folders below chat templates are
-# wanted.
+# Files for other programs, and the weights a second time in Mistral's own layout. Only chat templates are wanted from
+# subfolders.
 _NOT_WANTED = ["*/*.safetensors", "*/*.json", "consolidated*"]
 _CHUNK_BYTES = 8 << 20
 
 
 def name_on_hub(given: Path) -> str | None:
-    """Return OWNER/NAME, or None for a path."""
+    """Return OWNER/NAME of a name on a hub; None for a path."""
     found = _NAME.fullmatch(str(given))
     return None if given.exists() or found is None else found["repo"]
 
 
 def find_model(given: Path) -> Path:
-    """Return the folder or file of a model: `given` itself, what a URL names, or what
-    `OWNER/NAME[@REVISION][:FILE.gguf]` names on the hub (HF_ENDPOINT, HF_TOKEN and HF_HUB_OFFLINE as everywhere).
-    Raises StartError, one line."""
+    """Return the folder or file of a model: `given` itself, or what a URL or `OWNER/NAME[@REVISION][:FILE.gguf]` names
+    (HF_ENDPOINT, HF_TOKEN and HF_HUB_OFFLINE as usual). Raises StartError, one line."""
     found = _NAME.fullmatch(str(given))
     if given.exists():
         return given
@@ -76,12 +75,12 @@ def find_model(given: Path) -> Path:
 
 
 def _verify(folder: Path) -> None:
-    """Compare each large file with its SHA-256, after which the hub's cache names it. Raises StartError. Once for a
-    download: a mark beside the file says that it was done."""
+    """Compare each large file with its SHA-256, which is its name in the hub's cache. A file is compared once per
+    download: a mark beside it says so. Raises StartError."""
     for path in folder.rglob("*"):
         blob = path.resolve()
         if not re.fullmatch("[0-9a-f]{64}", blob.name):
-            continue  # small: its name is no digest of its bytes alone
+            continue  # a small file, whose name is not the SHA-256 of its bytes
         mark = blob.with_name(f"{blob.name}.verified")
         if mark.exists():
             continue

@@ -1,5 +1,4 @@
-"""Settings of processes of one stack that exclude each other, each of them right by itself: refused before any is
-started."""
+"""Refuse settings of a stack's processes that are valid alone but exclude each other, before any process starts."""
 
 from collections.abc import Mapping
 
@@ -10,7 +9,8 @@ from gateway.config.settings import GatewaySettings
 
 
 def check_split(gateway: GatewaySettings, num_workers: Mapping[str, int]) -> None:
-    """Raises SettingsError where each prompt would wait for a prefill worker, and there is none."""
+    """Refuse settings under which each prompt would wait for a prefill worker though there is none. Raises
+    SettingsError."""
     if gateway.split == "always" and not gateway.stand_in and not num_workers["prefill"]:
         raise SettingsError(
             "--gateway.split always: with --prefill 0, as with --together, nobody would read a prompt; leave it out, "
@@ -19,7 +19,8 @@ def check_split(gateway: GatewaySettings, num_workers: Mapping[str, int]) -> Non
 
 
 def check_transports(workers: Mapping[str, WorkerSettings], num_workers: Mapping[str, int]) -> None:
-    """Raises SettingsError where no KV could pass from one role to the other. `workers`: one of each role."""
+    """Refuse transports that could not move KV between the roles. `workers` has the settings of one worker per role.
+    Raises SettingsError."""
     prefill, decode = (workers[role].transports for role in ROLES)
     if num_workers["prefill"] and set(prefill).isdisjoint(decode) and "auto" not in (*prefill, *decode):
         raise SettingsError(
@@ -29,7 +30,8 @@ def check_transports(workers: Mapping[str, WorkerSettings], num_workers: Mapping
 
 
 def check_kv_ports(workers: Mapping[str, WorkerSettings], num_workers: Mapping[str, int], num_models: int) -> None:
-    """Raises SettingsError where workers of this machine would listen at one port. `workers`: one of each role."""
+    """Refuse settings under which several workers of this machine would listen at one port. `workers` has the settings
+    of one worker per role. Raises SettingsError."""
     ports = {role: each.kv_port for role, each in workers.items()}
     for port in set(ports.values()) - {0}:
         num_sharing = num_models * sum(num_workers[role] for role in ROLES if ports[role] == port)

@@ -1,6 +1,6 @@
-"""A model in an object store or on a web server: downloaded once in resumable pieces, safetensors only, each file held
-against its length, and against its tag or SHA256SUMS where these are digests of it. A new version takes the place of
-the one before once all of it is here."""
+"""Download a model from an object store or web server once, in resumable pieces. Only safetensors are taken. Each file
+is checked against its length, and against its tag or SHA256SUMS if these are digests of it. A new version replaces the
+old one once it is complete."""
 
 from __future__ import annotations
 
@@ -26,29 +26,29 @@ from baton.lines import one_line
 
 # A path has one slash where the URL had two.
 _URL = re.compile(r"(?P<scheme>s3|gs|https?):/{1,2}(?P<rest>[^/].*?)/?")
-_TOOL_TEMPLATE = "additional_chat_templates/tool_use.jinja"  # of a folder below
+_TOOL_TEMPLATE = "additional_chat_templates/tool_use.jinja"  # in a subfolder
 _WANTED = re.compile(rf"[^/]+\.(safetensors|json|jinja)|{re.escape(_TOOL_TEMPLATE)}")
-_NOT_WANTED = re.compile(r"consolidated.*")  # the weights once more, in Mistral's own layout
+_NOT_WANTED = re.compile(r"consolidated.*")  # the weights a second time, in Mistral's own layout
 _INDEX, _WEIGHTS, _CONFIG, _SUMS = "model.safetensors.index.json", "model.safetensors", "config.json", "SHA256SUMS"
-# What a web server, which lists nothing, is asked for beside the weights.
+# Files besides the weights to ask for on a web server, which lists nothing.
 _BESIDE = ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "special_tokens_map.json",
            "chat_template.jinja", "chat_template.json", _TOOL_TEMPLATE, "quantize_config.json", "vocab.json",
            "added_tokens.json")  # fmt: skip
 _PIECE_BYTES = 32 << 20
 _DONE = ".complete"
-_LOOK_S = 0.2  # between two looks whether another process has downloaded it
+_LOOK_S = 0.2  # between two checks whether another process has downloaded it
 
 
 def url_of(given: Path) -> str | None:
-    """Return the URL that was given as a path; None for what is none."""
+    """Return the URL that was given as a path; None if the path is no URL."""
     found = _URL.fullmatch(str(given))
     return f"{found['scheme']}://{found['rest']}" if found else None
 
 
 def download(url: str) -> Path:
-    """Return the folder, or the .gguf file, that `url` names, in the cache (XDG_CACHE_HOME): an s3://, gs:// or
-    https:// URL; http:// on loopback alone. Credentials and endpoints are the variables of each cloud's own tools
-    (AWS_*, GOOGLE_*). Raises StartError."""
+    """Return the folder or .gguf file that `url` names, in the cache (XDG_CACHE_HOME). It is an s3://, gs:// or
+    https:// URL; http:// is accepted on loopback only. Credentials and endpoints come from the variables of each
+    cloud's own tools (AWS_*, GOOGLE_*). Raises StartError."""
     try:
         import obstore
     except ModuleNotFoundError:
@@ -83,12 +83,12 @@ def download(url: str) -> Path:
 
 @contextmanager
 def _alone_in(folder: Path, url: str) -> Iterator[None]:
-    """Wait until no other process downloads into the folder, where its file system can tell: both would add to the same
-    files."""
+    """Wait until no other process downloads into the folder, since both would append to the same files. File systems
+    without locks cannot tell."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         file = (folder / ".lock").open("a")
-    except OSError:  # nothing can be written there, by nobody
+    except OSError:  # the folder cannot be written, by any process
         yield
         return
     with file:
@@ -102,7 +102,7 @@ def _alone_in(folder: Path, url: str) -> Iterator[None]:
 
 
 def _is_locked_elsewhere(fd: int) -> bool:
-    """Lock a file until it is closed; return whether that is to be tried again."""
+    """Try to lock a file until it is closed; return whether another process has locked it."""
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -113,30 +113,30 @@ def _is_locked_elsewhere(fd: int) -> bool:
 
 
 def _bring(store: _Store, folder: Path, file: str | None) -> None:
-    """Bring the version that the store has, whole, or leave the one that is here. Raises StartError, OSError, what
-    obstore raises."""
+    """Download the store's version completely, or leave the local one untouched. Raises StartError, OSError, and
+    obstore's errors."""
     objects = store.look_up()
     parts = {each.name: _fetch(store, each, folder) for each in objects if not _is_here(each, folder)}
     if parts and store.look_up() != objects:
         for each in objects:
-            if each.name in parts and each.e_tag is None:  # it may be of either version
+            if each.name in parts and each.e_tag is None:  # it may belong to either version
                 parts[each.name].unlink()
         raise OSError("it was replaced while it was downloaded")
     _check_sums(store, objects, parts, folder)
     if file:
         _put_in_place(objects, parts, folder)
     elif parts or not (folder / _DONE).is_file() or _left_over(objects, folder):
-        (folder / _DONE).unlink(missing_ok=True)  # from here to the end it is a mixture of two versions
+        (folder / _DONE).unlink(missing_ok=True)  # until the end, the folder is a mixture of two versions
         _put_in_place(objects, parts, folder)
-        for name in _left_over(objects, folder):  # which could be taken for weights of this version
+        for name in _left_over(objects, folder):  # they could be taken for weights of this version
             for each in (folder / name, _beside(name, folder, ".sha256"), _mark(name, folder)):
                 each.unlink(missing_ok=True)
         (folder / _DONE).touch()
 
 
 class _Object(NamedTuple):
-    """An object as the store has it: `version` is its tag (ETag), or stands in for one where its server names none;
-    `e_tag` is the tag where the server compares it, as it does no weak one."""
+    """An object in the store. `version` is its tag (ETag), or a replacement if the server names none. `e_tag` is the
+    tag if the server can compare it, which excludes weak tags."""
 
     name: str
     size: int
@@ -156,7 +156,7 @@ class _Store:
         self._store: Any = store.from_url(url, client_options=client, retry_config=retry)
 
     def look_up(self) -> list[_Object]:
-        """Return what a model needs of what is there. Raises what obstore raises."""
+        """Return the objects that a model needs. Raises obstore's errors."""
         found = [(name, self.head(name)) for name in self._names()]
         return [_Object(name, each["size"], _strong(each.get("e_tag")), _version(each)) for name, each in found]
 
@@ -188,8 +188,8 @@ class _Store:
         return self._store.head(name)
 
     def has_opaque_tag(self, name: str) -> bool:
-        """Return whether an object's tag (ETag) is known to be no MD5 of it: S3's is none of one that it has encrypted
-        with a key of KMS, which only its own answer says."""
+        """Return whether an object's tag (ETag) is known not to be its MD5: S3's tag is not if the object is encrypted
+        with a KMS key, which only S3's own answer tells."""
         import obstore
 
         if not self.url.startswith("s3:"):
@@ -199,11 +199,11 @@ class _Store:
             request = urllib.request.Request(signed, method="HEAD")
             with urllib.request.urlopen(request, timeout=20) as answer:
                 return answer.headers.get("x-amz-server-side-encryption", "").startswith("aws:kms")
-        except (obstore.exceptions.BaseError, OSError):  # without credentials nothing of KMS can be read
+        except (obstore.exceptions.BaseError, OSError):  # without credentials no object under a KMS key can be read
             return False
 
     def read(self, name: str, begin: int = 0, length: int | None = None, e_tag: str | None = None) -> bytes:
-        """Return an object, or a part of it, of that version."""
+        """Return an object, or a part of it, of the version `e_tag`."""
         options: dict[str, Any] = {} if length is None else {"range": (begin, begin + length)}
         if e_tag:
             options["if_match"] = e_tag
@@ -219,13 +219,13 @@ def _version(found: dict[str, Any]) -> str:
 
 
 def _beside(name: str, folder: Path, ending: str) -> Path:
-    """Return the hidden file beside a file that has its name and this ending."""
+    """Return the path of the hidden file beside `name` with this ending."""
     path = folder / name
     return path.with_name(f".{path.name}{ending}")
 
 
 def _mark(name: str, folder: Path) -> Path:
-    """Return the file that says which version of a file is here."""
+    """Return the path of the file that holds the version of the local copy."""
     return _beside(name, folder, ".etag")
 
 
@@ -235,12 +235,12 @@ def _is_here(found: _Object, folder: Path) -> bool:
 
 
 def _fetch(store: _Store, found: _Object, folder: Path) -> Path:
-    """Bring one file beside its place, from where an earlier try has stopped, and return it. Raises StartError."""
+    """Download one file beside its final place, resuming an earlier try, and return its path. Raises StartError."""
     name, size = found.name, found.size
     part = _beside(name, folder, f".{hashlib.sha256(found.version.encode()).hexdigest()[:8]}.part")
     part.parent.mkdir(parents=True, exist_ok=True)
     for each in part.parent.glob(f".{glob.escape(PurePosixPath(name).name)}.????????.part"):
-        if each != part:  # of a version that the store has no more
+        if each != part:  # of a version that the store no longer has
             each.unlink()
     with part.open("ab") as file:
         while (begin := file.tell()) < size:
@@ -263,15 +263,15 @@ def _put_in_place(objects: Sequence[_Object], parts: Mapping[str, Path], folder:
 
 
 def _left_over(objects: Sequence[_Object], folder: Path) -> list[str]:
-    """Return the files of a model that were brought here and that the store has no more."""
+    """Return the downloaded model files that the store no longer has."""
     marks = (path.relative_to(folder) for path in folder.rglob(".*.etag"))
     brought = {str(mark.with_name(mark.name[1:].removesuffix(".etag"))) for mark in marks}
     return [name for name in brought - {each.name for each in objects} if _WANTED.fullmatch(name)]
 
 
 def _check(store: _Store, path: Path, found: _Object) -> None:
-    """Compare with the length, and with the MD5 that is an object's tag where it was stored in one piece. Raises
-    StartError."""
+    """Compare a file with its length, and with its tag if that is an MD5, as it is for objects stored in one piece.
+    Raises StartError."""
     is_whole = path.stat().st_size == found.size
     if is_whole and (_matches_md5(path, found.version) or store.has_opaque_tag(found.name)):
         return
@@ -280,14 +280,14 @@ def _check(store: _Store, path: Path, found: _Object) -> None:
 
 
 def _matches_md5(path: Path, e_tag: str) -> bool:
-    """Return whether a file has this MD5; True where the tag is none."""
+    """Return whether a file has this MD5; True if the tag is no MD5."""
     digest = e_tag.strip('"')
     return re.fullmatch("[0-9a-f]{32}", digest) is None or _digest(path, "md5") == digest
 
 
 def _check_sums(store: _Store, objects: Sequence[_Object], parts: Mapping[str, Path], folder: Path) -> None:
-    """Hold parts, and what is in place, against the repository's own SHA256SUMS, where it has one; what is in place
-    once for each version. Raises StartError."""
+    """Compare downloaded and existing files with the repository's SHA256SUMS, if it has one; existing files are
+    compared once per version. Raises StartError."""
     try:
         sums = store.read(_SUMS).decode(errors="replace")
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""Gateways on this machine, and their workers where a launcher places them."""
+"""A stack: gateways on this machine, and workers where a launcher places them."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ SHIPPED_MODEL = _IN_WHEEL if _IN_WHEEL.is_dir() else _IN_CHECKOUT
 
 
 def divide_cores(num_workers: Mapping[str, int], threads: Mapping[str, int | None]) -> dict[str, int | None]:
-    """By role the threads of each of so many workers, or ranks of workers: where `threads` has None, an equal part of
-    the cores that the others leave.
+    """Return the threads of each worker (or rank) by role; where `threads` has None, an equal share of the cores that
+    the others leave.
 
-    Two workers with all cores each wait for one another's threads within every product (engine/core/shared_cores). What
-    OMP_NUM_THREADS says, every worker reads itself."""
+    Two workers with all cores each would wait for one another's threads within every product
+    (engine/core/shared_cores). If OMP_NUM_THREADS is set, every worker reads it itself."""
     if "OMP_NUM_THREADS" in os.environ:
         return dict(threads)
     taken = sum(num_workers[role] * (each or 0) for role, each in threads.items())
@@ -45,8 +45,8 @@ def divide_cores(num_workers: Mapping[str, int], threads: Mapping[str, int | Non
 
 @dataclass(frozen=True)
 class StackPlan:
-    """Describe a stack to run. `models` by name, None being that of a single one; each has `num_workers`.
-    `worker_options` are flags by role, `gateway_options` flags of the gateway; `cpu_roles` take no GPU."""
+    """A stack to run. `models` are by name, None for a single one; each has `num_workers`. `worker_options` are flags
+    by role, `gateway_options` flags of the gateways; workers of `cpu_roles` take no GPU."""
 
     models: Mapping[str | None, Path]
     listen: str = "127.0.0.1:0"
@@ -58,21 +58,21 @@ class StackPlan:
     )  # variables of its own: all users can read command lines
     num_gateways: int = 1
     cpu_roles: Collection[str] = ()
-    http: str | None = None  # of the first gateway; others at ports that the system chooses
+    http: str | None = None  # of the first gateway; the system chooses the others' ports
     fleet_listen: str | None = None  # likewise; with certificates workers register there, else at `listen`
-    control: str | None = None  # where operators scale it; None: at control.DEFAULT_ADDRESS if that is free
-    access: Access = Access()  # by which calls reach workers, and the certificate of the control port
-    ray_address: str | None = None  # of a cluster whose nodes have the workers; None: this machine
-    resources: Mapping[str, Resources] = field(default_factory=dict)  # of a worker, by role
-    together: bool = False  # the gateway and the one worker are one process
-    # After SIGTERM, longer than processes give themselves: only what hangs is killed. Of a worker by role (default:
-    # launcher.DRAIN_S).
+    control: str | None = None  # where operators scale the stack; None: control.DEFAULT_ADDRESS if it is free
+    access: Access = Access()  # for calls to workers, with the certificate of the control port
+    ray_address: str | None = None  # of the Ray cluster that has the workers; None: this machine
+    resources: Mapping[str, Resources] = field(default_factory=dict)  # of one worker, by role
+    together: bool = False  # gateway and worker are one process
+    # Seconds from SIGTERM to SIGKILL, longer than processes give themselves, so only one that hangs is killed.
+    # `drain_s` is by role of a worker (default: launcher.DRAIN_S).
     drain_s: Mapping[str, float] = field(default_factory=dict)
     gateway_drain_s: float = 40.0
 
     @property
     def num_placed(self) -> Mapping[str, int]:
-        """Return how many workers of each model a launcher is to place, by role."""
+        """How many workers of each model a launcher places, by role."""
         return dict.fromkeys(ROLES, 0) if self.together else self.num_workers
 
 
@@ -82,16 +82,17 @@ class PlacingLauncher(WorkerLauncher, Protocol):
     networks: Sequence[str]  # of the workers beyond this host
 
     async def close(self) -> bool:
-        """Drain all; return whether none had to be killed."""
+        """Drain all workers; return whether none had to be killed."""
         ...
 
     async def kill(self) -> None:
-        """End all at once."""
+        """Kill all workers immediately."""
         ...
 
 
 class Stack:
-    """`fields = await stack.start()`, then `await stack.drain()`; `stack.kill()` ends it at once."""
+    """A running stack: `fields = await stack.start()`, then `await stack.drain()`, or `stack.kill()` to end it
+    immediately."""
 
     def __init__(self, plan: StackPlan):
         self._plan = plan
@@ -102,9 +103,9 @@ class Stack:
         self._note: StackNote | None = None
 
     async def start(self) -> dict[str, str]:
-        """All processes in parallel; returns the fields of the first gateway's ready line once all serve, and
-        `gateways`, the addresses of all where there are several, `control`, and `gpus`, used of those there are. Raises
-        PortError, ListenError, or keeper.StartError when a process ends before it was ready."""
+        """Start all processes in parallel. Once all serve, return the fields of the first gateway's ready line, with
+        `control`, the addresses of all `gateways` if there are several, and `gpus` (used/available). Raises PortError,
+        ListenError, or keeper.StartError if a process ends before it is ready."""
         plan = self._plan
         listens = self._hold_each(plan.listen)
         https = self._hold_each(plan.http) if plan.http else [None] * plan.num_gateways
@@ -131,7 +132,8 @@ class Stack:
         return fields
 
     async def drain(self) -> bool:
-        """Gateways first, so that running streams end well, then the workers. False when one had to be killed."""
+        """Drain the gateways first, so that running streams end well, then the workers. Return False if one had to be
+        killed."""
         await self._stop_control()
         well = list(await asyncio.gather(*(gateway.stop(self._plan.gateway_drain_s) for gateway in self._gateways)))
         well.append(self._launcher is None or await self._launcher.close())
@@ -140,7 +142,7 @@ class Stack:
         return all(well)
 
     async def kill(self) -> None:
-        """SIGKILL to all, at once."""
+        """Send SIGKILL to all processes immediately."""
         await self._stop_control()
         for gateway in self._gateways:
             gateway.kill()
@@ -157,14 +159,14 @@ class Stack:
             num_gpus = {role: each.num_gpus for role, each in plan.resources.items()}
             num_first = {role: len(programs) * number for role, number in plan.num_placed.items()}
             return LocalLauncher(programs, gateways, num_first, plan.cpu_roles, num_gpus)
-        try:  # here: it takes a second
+        try:  # imported here, since it takes a second
             from baton.cli.launch.cluster.ray_launcher import RayLauncher
         except ModuleNotFoundError:
             raise StartError("--launcher ray needs Ray: pip install ray", 2) from None
         return RayLauncher(programs[0], gateways, plan.ray_address, plan.resources, plan.access)
 
     async def _serve_control(self, launcher: WorkerLauncher) -> str:
-        """Return the address. Raises ListenError."""
+        """Serve the control port, and return its address. Raises ListenError."""
         cert, key, ca = self._plan.access.tls_cert, self._plan.access.tls_key, self._plan.access.tls_ca
         self._control = ControlServer(launcher, Tls(cert, key, ca) if cert and key and ca else None)
         address = self._plan.control or DEFAULT_ADDRESS
@@ -173,9 +175,9 @@ class Stack:
         except AddressInUse:
             if self._plan.control:
                 raise
-            port = await self._control.start("127.0.0.1:0")  # another stack was here first
+            port = await self._control.start("127.0.0.1:0")  # another stack has the default port
         address = f"{address.rpartition(':')[0]}:{port}"
-        with contextlib.suppress(OSError):  # then it is scaled by its address alone
+        with contextlib.suppress(OSError):  # otherwise the stack is found by its address only
             self._note = StackNote(address)
         return address
 
@@ -219,7 +221,7 @@ class Stack:
         return (f"gateway {number}", [*argv, "--admin", "127.0.0.1:0"]) if number else ("gateway", argv)
 
     def _hold_each(self, address: str) -> list[str]:
-        """Return an address for each gateway: this one, and of its host."""
+        """Reserve an address for each gateway: `address` for the first, other ports of its host for the rest."""
         others = [f"{address.rpartition(':')[0]}:0"] * (self._plan.num_gateways - 1)
         return [self._ports.hold(each) for each in (address, *others)]
 
@@ -231,8 +233,8 @@ def _program(name: str | None, model: Path, plan: StackPlan) -> WorkerProgram:
 
 
 async def _all_serve(launcher: WorkerLauncher) -> None:
-    """Wait until all workers have served that are there now, but for those that are taken away before. Raises
-    StartError once one has failed."""
+    """Wait until all workers that exist now have served, except those that are drained before. Raises StartError if one
+    fails."""
     waiting = {worker.name for worker in await launcher.list()}
     async for workers in launcher.watch():
         waiting &= {worker.name for worker in workers if worker.state != "draining"}

@@ -1,8 +1,7 @@
-"""`python -m baton.cli.launch.together GATEWAY-OPTION ... -- WORKER-OPTION ...`: a gateway and its one worker as one
-process.
+"""`python -m baton.cli.launch.together GATEWAY-OPTION ... -- WORKER-OPTION ...`: run a gateway and its one worker as
+one process.
 
-Each is the same code as in a process of its own; between them messages change hands within the process.
-"""
+Each runs the code of its own process; their messages are handed over within the process."""
 
 import asyncio
 import sys
@@ -25,7 +24,7 @@ from gateway.config.settings import GatewaySettings
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run both to their end, and return as a worker does. The gateway's options need none that names workers."""
+    """Run both to their end, and return the worker's exit status. The gateway's options need not name workers."""
     given = list(sys.argv[1:] if argv is None else argv)
     border = given.index("--")
     try:
@@ -37,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 async def serve(gateway: GatewaySettings, settings: WorkerSettings, role: str, table, stop: asyncio.Event) -> int:
     """Serve until `stop`, or until the worker is asked to drain; then drain the gateway first. Return the exit status.
-    Raises as a worker does for what it cannot serve."""
+    Raises as a worker does for a model or setting that it cannot serve."""
     gateway_is_over = asyncio.Event()
     with reachable_as(settings.listen) as channel:
         worker = asyncio.create_task(_serve_worker(settings, role, table, gateway_is_over, channel), name="worker")
@@ -54,7 +53,7 @@ async def serve(gateway: GatewaySettings, settings: WorkerSettings, role: str, t
 async def _serve_worker(
     settings: WorkerSettings, role: str, table, stop: asyncio.Event, channel: InProcessChannel
 ) -> int:
-    from baton.worker.app import running  # torch: main has said that it is being imported
+    from baton.worker.app import running  # imports torch, as main has announced
 
     async with running(settings, role, table, stop) as worker:
         channel.serve(worker.service)

@@ -1,4 +1,4 @@
-"""`baton eval`: how well a model predicts held-out text, and how often it agrees with another."""
+"""`baton eval`: measure how well a model predicts held-out text, and how often it agrees with another."""
 
 from __future__ import annotations
 
@@ -56,9 +56,9 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """0 done, 1 failed, 2 wrong use or input."""
+    """Score the model and print the figures; return 0 done, 1 failed, 2 wrong use or input."""
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as in train-demo
-    # Here: importing torch takes seconds.
+    # imported here, since torch takes seconds
     from baton.engine.core.device import set_threads
     from baton.engine.core.model_errors import ModelError
     from baton.quantization.core.errors import QuantizeError
@@ -75,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def evaluate(args: argparse.Namespace) -> dict[str, object]:
-    """All figures, as plain values. Raises QuantizeError, ModelError, ValueError."""
+    """Return all figures as plain values. Raises QuantizeError, ModelError, ValueError."""
     from baton.engine.core.config import EngineConfig, resolve_dtypes
     from baton.engine.models.loader import load_model
     from baton.quantization.core.errors import QuantizeError
@@ -107,7 +107,8 @@ def evaluate(args: argparse.Namespace) -> dict[str, object]:
 
 
 def read_texts(path: Path | None) -> Texts:
-    """The file, or the held-out modules of this machine's standard library, or where it has none the shipped text."""
+    """Return the text of the file; without one, the held-out modules of this machine's standard library, or the shipped
+    text if it has none."""
     from baton.quantization.core.errors import QuantizeError
     from baton.training.data.corpus import HELD_OUT
 
@@ -127,7 +128,7 @@ def read_texts(path: Path | None) -> Texts:
 
 
 def encode(model: Path, texts: Texts) -> list[list[int]]:
-    """Token ids of each text behind the model's own beginning: what its tokenizer adds, or its bos or eos."""
+    """Return the token ids of each text after the model's own beginning: what its tokenizer adds, or its bos or eos."""
     from baton.engine.models.registry import read_spec
     from baton.quantization.calibration import check_vocabulary, load_tokenizer
     from baton.quantization.core.errors import QuantizeError

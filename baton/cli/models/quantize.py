@@ -1,4 +1,4 @@
-"""`baton quantize`: a float model folder to a quantized one, calibrated where the scheme asks for it."""
+"""`baton quantize`: make a quantized model folder from a float one, calibrated if the scheme needs it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from baton.service.arguments import add_command, whole
 from baton.service.exits import FAILED, WRONG_USE, fail
 
-# As baton.quantization.schemes has them, which imports torch: seconds that --help and wrong use need not wait for.
+# Those of baton.quantization.schemes, which imports torch: --help and wrong use need not wait for that.
 SCHEMES = (
     "int8",
     "int8-weight-only",
@@ -60,18 +60,18 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """0 done, 1 failed, 2 wrong use or input."""
+    """Write the quantized folder; return 0 done, 1 failed, 2 wrong use or input."""
     if wrong := _wrong_use(args):
         return fail("baton quantize", wrong, WRONG_USE)
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as in train-demo
-    # After the checks: importing torch takes seconds.
+    # after the checks, since importing torch takes seconds
     from baton.engine.core.device import set_threads
     from baton.engine.core.model_errors import ModelError
     from baton.quantization.core.errors import QuantizeError
     from baton.quantization.quantize import plan, quantize
 
     set_threads(args.threads)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that what was begun is cleared away
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that a partial folder is removed
     try:
         job = plan(args.model, args.scheme, args.group)
         if args.calibration is not None and not job.scheme.calibrated:
@@ -98,7 +98,7 @@ def _wrong_use(args: argparse.Namespace) -> str | None:
 
 
 def _samples(model: Path, calibration: Path | None) -> list:
-    """Token ids of the calibration set."""
+    """Return the token ids of the calibration set."""
     from baton.engine.models.registry import read_spec
     from baton.quantization.calibration import DEFAULT, check_vocabulary, load_tokenizer, make_samples, read_prompts
 
@@ -109,7 +109,7 @@ def _samples(model: Path, calibration: Path | None) -> list:
 
 
 def _render(model: Path, messages: list[dict[str, str]]) -> str:
-    """A conversation as the model reads it, by its own chat template."""
+    """Render a conversation with the model's own chat template."""
     from baton.quantization.core.errors import QuantizeError
     from baton.service.settings import SettingsError
     from gateway.model.model_folder import read_folder

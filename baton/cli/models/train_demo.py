@@ -55,10 +55,10 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Train, export and evaluate; 0 done, 1 failed, 2 wrong use."""
+    """Train, export and evaluate; return 0 done, 1 failed, 2 wrong use."""
     if wrong := _wrong_use(args):
         return fail("baton train-demo", wrong, WRONG_USE)
-    # On a shared machine threads that spin while they wait take the cores from those they wait for.
+    # On a shared machine, threads that spin while they wait take the cores from the threads they wait for.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     from baton.training import recipe  # after the checks: importing torch takes seconds
 
@@ -86,7 +86,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _wrong_use(args: argparse.Namespace) -> str | None:
-    """Return why these arguments are refused, or None; a finished model is never overwritten."""
+    """Return why these arguments are refused, or None. A finished model is never overwritten."""
     unfinished = any(args.out.glob(".training*"))
     beside = {"target-int4": args.qat, "mixture": args.mixture, "adapter": args.adapter}
     if args.quick and args.minutes:

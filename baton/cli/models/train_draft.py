@@ -49,11 +49,11 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Train and export; 0 done, 1 failed, 2 wrong use."""
+    """Train and export; return 0 done, 1 failed, 2 wrong use."""
     if wrong := _wrong_use(args):
         return fail("baton train-draft", wrong, WRONG_USE)
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as in train-demo
-    # After the checks: importing torch takes seconds.
+    # after the checks, since importing torch takes seconds
     from baton.engine.core.device import set_threads
     from baton.engine.core.model_errors import ModelError
     from baton.training.heads.heads import train_heads
@@ -71,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _wrong_use(args: argparse.Namespace) -> str | None:
-    """Return why these arguments are refused, or None; finished heads are never overwritten."""
+    """Return why these arguments are refused, or None. Finished heads are never overwritten."""
     unfinished = (args.out / ".training").exists()
     if unfinished and not args.resume:
         return f"{args.out} holds an unfinished run; add --resume, or choose another --out"

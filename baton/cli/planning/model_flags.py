@@ -1,4 +1,4 @@
-"""The flags by which a model on a device is known to a plan, and what they say."""
+"""Flags that describe a model on a device to a plan, and their values."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _SHAPES = Path(__file__).resolve().parents[2] / "planning" / "shapes"
 
 
 def shape_names() -> list[str]:
-    """Return the names of models whose shapes are shipped."""
+    """Return the names of the models whose shapes are shipped."""
     return sorted(folder.name for folder in _SHAPES.iterdir() if folder.is_dir())
 
 
@@ -40,20 +40,20 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def model_name(args: argparse.Namespace) -> str:
-    """Return the model as it was given, or where the shipped one is."""
+    """Return the model as it was given, or the path of the shipped one."""
     from baton.cli.launch.stack import SHIPPED_MODEL
 
     return args.model or str(SHIPPED_MODEL)
 
 
 def name_to_start(args: argparse.Namespace) -> str:
-    """Return what other commands take for the model: DIR, for its folder, where only shapes of it are here."""
+    """Return the model as other commands take it; the placeholder DIR if only its shapes are here."""
     return "DIR" if args.model in shape_names() else model_name(args)
 
 
 def read_model(args: argparse.Namespace) -> tuple[ModelSpec, Device, Efficiencies]:
-    """Return what the flags name. Raises ModelError or ValueError, one line."""
-    # Here: they need torch, and wrong use is told before.
+    """Return the model, device and efficiencies that the flags name. Raises ModelError or ValueError, one line."""
+    # imported here, since they need torch, after wrong use has been reported
     from baton.engine.models.registry import read_spec
     from baton.planning.devices import find_device, this_cpu
     from baton.planning.efficiency import read_efficiencies, shipped
@@ -66,9 +66,9 @@ def read_model(args: argparse.Namespace) -> tuple[ModelSpec, Device, Efficiencie
 
 
 def stored_form(args: argparse.Namespace, spec: ModelSpec, device: Device, dtype: str = "bf16") -> Form | None:
-    """Return the form in which a model is stored that no worker rounds as it loads it, as its files have it; where
-    there is nothing but a config.json, the nearest, which the user says. None: workers may. `dtype`: that workers
-    compute in. Raises ModelError or ValueError, one line."""
+    """Return the form of weights that are quantized already, which workers serve as they are; None if workers may round
+    the weights. If only a config.json is here, it is the nearest form, which the user names. `dtype` is the one that
+    workers compute in. Raises ModelError or ValueError, one line."""
     from baton.engine.weights.formats.registry import quantization_config
     from baton.engine.weights.tensors import weight_files
     from baton.planning.stored_form import StoredForm
@@ -92,7 +92,7 @@ def stored_form(args: argparse.Namespace, spec: ModelSpec, device: Device, dtype
 
 
 def lengths_of(text: str) -> tuple[int, int]:
-    """Return mean tokens of prompt and output. Raises ValueError."""
+    """Return the mean tokens of prompt and output. Raises ValueError."""
     try:
         prompt, output = (int(part) for part in text.split(","))
     except ValueError:

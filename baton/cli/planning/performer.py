@@ -1,4 +1,4 @@
-"""Carry out what the scaler decides: through a launcher, and by the workers' own Drain."""
+"""Carry out the scaler's decisions through a launcher and the workers' own Drain."""
 
 from __future__ import annotations
 
@@ -15,20 +15,21 @@ _CALL_S = 10.0
 
 
 class FleetPerformer:
-    """Without `launcher` nothing here starts workers: it is told, and what else starts them has to."""
+    """Starts and drains workers. Without `launcher` it cannot start any: it prints how many are needed, and something
+    else has to start them."""
 
     def __init__(self, access: Access, launcher: WorkerLauncher | None = None):
         self._access, self._launcher = access, launcher
 
     async def placed(self) -> list[Placed]:
-        """Raises LaunchError, TimeoutError."""
+        """Return the workers that the launcher has placed; empty without one. Raises LaunchError, TimeoutError."""
         if self._launcher is None:
             return []
         async with asyncio.timeout(_CALL_S):
             return [Placed(worker.role, worker.address) for worker in await self._launcher.list() if worker.stays]
 
     async def start(self, role: str, number: int) -> None:
-        """Raises LaunchError."""
+        """Start workers. Raises LaunchError."""
         if self._launcher is None:
             many = "s" if number > 1 else ""
             print(f"start {number} {role} worker{many}: nothing here can; they join by themselves", flush=True)
@@ -36,13 +37,13 @@ class FleetPerformer:
         await self._launcher.start(role, number)
 
     async def drain(self, address: str, next_role: str) -> None:
-        """Raises LaunchError, AioRpcError."""
+        """Drain a worker, or change its role. Raises LaunchError, AioRpcError."""
         launcher = self._launcher
         if launcher is None or (next_role and not launcher.keeps_roles):
             await self._drain(address, next_role)
             return
         name = await _name_of(address, launcher)
-        if next_role:  # first, so that the worker stays where nothing can take its place
+        if next_role:  # first, so that the worker stays if nothing can replace it
             await launcher.start(next_role, 1)
         await launcher.drain(name)
 

@@ -9,7 +9,7 @@ class PictureError(Exception):
 
 
 def check_place(path: Path | None) -> None:
-    """Raise PictureError where a picture cannot be written, as far as that shows before the work that it is of."""
+    """Check that the picture can be written, as far as that is known before the work. Raises PictureError."""
     if path is not None and path.is_dir():
         raise PictureError(f"--picture {path}: a folder")
     if path is not None and not path.parent.is_dir():
@@ -17,7 +17,7 @@ def check_place(path: Path | None) -> None:
 
 
 def write_picture(path: Path, drawn: str) -> None:
-    """Write an SVG and say where it is. Raises PictureError."""
+    """Write an SVG and print its path. Raises PictureError."""
     try:
         path.write_text(drawn)
     except OSError as error:

@@ -1,4 +1,5 @@
-"""`baton plan`: which workers, how many, and on what, before anything is bought or started."""
+"""`baton plan`: find out which workers a load needs, how many, and on what device, before anything is bought or
+started."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from baton.service.arguments import add_command, positive, whole
 from baton.service.exits import FAILED, WRONG_USE, fail
 from baton.service.slo import Slo, parse_slo
 
-_NUM_DRAWN = 300  # requests; at 20 a second a quarter of a minute, in which queues are as long as they get
+_NUM_DRAWN = 300  # requests; at 20 a second this is a quarter of a minute, in which queues reach their full length
 _EXAMPLES = """
 baton plan --model llama-3.1-8b --device H100 --rate 12 --lengths 2000,200 --slo ttft=1s,tpot=30ms --price 2.5
 baton plan --model llama-3.1-8b --device L40S --rate 4 --workload chat --slo ttft=500ms,tpot=50ms --picture plan.svg
@@ -76,7 +77,8 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Return 0 with an answer, 1 where nothing holds the load or the picture cannot be written, 2 for wrong use."""
+    """Print the plan; return 0 with an answer, 1 if nothing holds the load or the picture cannot be written, 2 for
+    wrong use."""
     try:
         slo = parse_slo(args.slo)
         if args.attain > 1:
@@ -92,7 +94,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _load(args: argparse.Namespace) -> tuple[list[TraceEntry], float]:
-    """Return the requests and how many come a second. Raises ValueError, TraceError."""
+    """Return the requests and their rate per second. Raises ValueError, TraceError."""
     if args.trace is None:
         shape = WORKLOADS[args.workload] if args.workload else Shape(*lengths_of(args.lengths or "256,64"))
         if args.rate is None:
@@ -108,7 +110,8 @@ def _load(args: argparse.Namespace) -> tuple[list[TraceEntry], float]:
 
 
 def _plan(args: argparse.Namespace, entries: list[TraceEntry], rate: float, slo: Slo) -> int:
-    """What is imported here needs torch: wrong use is told before. Raises PictureError."""
+    """Search for the smallest stack and print it; return the exit status. The imports need torch, so they come after
+    wrong use has been reported. Raises PictureError."""
     from baton.engine.core.model_errors import ModelError
     from baton.planning import answer, search
     from baton.planning.picture import goodput_picture

@@ -1,4 +1,5 @@
-"""`baton scaler`: how many workers a running fleet should have, each minute; told, or carried out."""
+"""`baton scaler`: decide each minute how many workers a running fleet should have; print the changes, or carry them
+out."""
 
 from __future__ import annotations
 
@@ -44,7 +45,7 @@ if TYPE_CHECKING:
 
     TimesIn = Callable[[str, str], StepTimes]  # dtype, form of KV
 
-_LOOK_S = 5.0  # calls take no longer
+_LOOK_S = 5.0  # the limit of each call
 _EXAMPLES = """
 baton scaler --target gateway-0:50071 --target gateway-1:50071 --model DIR --device H100 --slo ttft=1s,tpot=30ms
 baton scaler --target 127.0.0.1:50051 --apply --launcher 127.0.0.1:50050 --decode 1-4
@@ -99,7 +100,8 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Return 0 at the end of a dry run or by a signal, 1 where a launcher or the picture fails, 2 for wrong use."""
+    """Run the scaler; return 0 at the end of a dry run or after a signal, 1 if a launcher or the picture fails, 2 for
+    wrong use."""
     try:
         _check(args)
         access, day = read_access(args), _day(args) if args.dry_run else []
@@ -111,11 +113,11 @@ def run(args: argparse.Namespace) -> int:
             check_place(args.picture)
             _dry_run(args, day, model, scaler, bounds)
         else:
-            # A handler of its own, since the kernel keeps SIGTERM from the first process of a pod that has none.
+            # Install a handler: the kernel withholds SIGTERM from a pod's first process if it has none.
             run_process(lambda stop: until_stopped(_serve(args, access, model, times_in, scaler), stop))
     except KeyboardInterrupt:
         pass
-    except ValueError as error:  # of --redis, of flags beside --launcher
+    except ValueError as error:  # of --redis, or of flags beside --launcher
         return fail("baton scaler", error, WRONG_USE)
     except (LaunchError, PictureError) as error:
         return fail("baton scaler", error, FAILED)
@@ -123,7 +125,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check(args: argparse.Namespace) -> None:
-    """Raise ValueError for flags that do not go together."""
+    """Check that the flags go together. Raises ValueError."""
     if args.dry_run and (args.target or args.apply):
         raise ValueError("--dry-run asks no gateway: leave --target and --apply out")
     if args.launcher and not args.apply:
@@ -143,8 +145,8 @@ def _range(role: str, text: str) -> tuple[int, int]:
 
 
 def _scaler(args: argparse.Namespace) -> tuple[StepModel, TimesIn, Scaler, ScalerBounds]:
-    """Return the model, by the folder's own dtype, in which workers compute where nothing else is said; and its step
-    times in others. Raises ModelError, ValueError."""
+    """Return the step model in the dtype of the model's folder, which workers use unless they say otherwise; its step
+    times in other dtypes; the scaler and its bounds. Raises ModelError, ValueError."""
     from baton.planning.scaling.load_model import StepModel
     from baton.planning.scaling.scaler import Scaler, ScalerBounds
     from baton.planning.step_time import StepTimes
@@ -170,7 +172,7 @@ def _scaler(args: argparse.Namespace) -> tuple[StepModel, TimesIn, Scaler, Scale
 
 
 def _day(args: argparse.Namespace) -> list[LoadMinute]:
-    """Raises ValueError, TraceError."""
+    """Return the load of each minute of the day. Raises ValueError, TraceError."""
     from baton.planning.scaling.day import generated_day, minutes_of
 
     if args.trace is not None:
@@ -188,7 +190,7 @@ def _day(args: argparse.Namespace) -> list[LoadMinute]:
 def _dry_run(
     args: argparse.Namespace, day: list[LoadMinute], model: StepModel, scaler: Scaler, bounds: ScalerBounds
 ) -> None:
-    """Raises PictureError."""
+    """Decide over the day, and print the result. Raises PictureError."""
     from baton.planning.picture import day_picture
     from baton.planning.scaling.day import run_day
 
@@ -220,7 +222,7 @@ async def _serve(args: argparse.Namespace, access: Access, model: StepModel, tim
     from baton.planning.scaling.live import FleetWatch, device_of, dtypes_of
     from baton.planning.scaling.loop import ScalerLoop
 
-    # Two containers may be alike in the first two.
+    # Two containers may have the same host name and process id.
     owner = f"{socket.gethostname()}:{os.getpid()}:{secrets.token_hex(4)}"
     try:
         lease = None if args.redis is None else LeaderLease(args.redis, owner)
@@ -244,8 +246,7 @@ async def _serve(args: argparse.Namespace, access: Access, model: StepModel, tim
 
 
 def _unlike(device: str, model: StepModel) -> str:
-    """Return why steps on the `device` that workers name are not those of the model; "" where they may be, as without a
-    name."""
+    """Return why the model does not describe steps on the workers' `device`; "" if it may, as without a device name."""
     from baton.engine.core.device import names_gpu
 
     planned = model.times.device
@@ -255,8 +256,8 @@ def _unlike(device: str, model: StepModel) -> str:
 
 
 async def _times(times_in: TimesIn, dtypes: tuple[str, str]) -> StepTimes | None:
-    """Return the step times in (dtype, form of KV), beside the loop: the model's files may be read for them. None, and
-    a line, where they cannot be."""
+    """Return the step times in (dtype, form of KV), computed in a thread, since they may read the model's files. If
+    that fails, print a line and return None."""
     try:
         return await asyncio.to_thread(times_in, *dtypes)
     except (ModelError, ValueError, OSError) as error:
@@ -265,8 +266,8 @@ async def _times(times_in: TimesIn, dtypes: tuple[str, str]) -> StepTimes | None
 
 
 async def _addresses(target: str) -> list[str]:
-    """Return HOST:PORT of each gateway behind a name, as of a headless Service; the name itself where it has none: a
-    look says what is wrong."""
+    """Return HOST:PORT of each gateway that a name resolves to, as for a headless Service. If it does not resolve,
+    return the name itself, and the call to it reports the error."""
     from gateway.discovery import dns
 
     try:
@@ -278,7 +279,7 @@ async def _addresses(target: str) -> list[str]:
 
 
 async def _look(target: str, access: Access) -> GatewayLook | None:
-    """Return what a gateway says; None, and a line, where it does not answer."""
+    """Return what a gateway reports. If it does not answer, print a line and return None."""
     from baton.planning.scaling.live import GatewayLook
 
     try:
@@ -290,7 +291,7 @@ async def _look(target: str, access: Access) -> GatewayLook | None:
             )
     except grpc.aio.AioRpcError as error:
         message = await asyncio.to_thread(explain_failure, target, error.code(), error.details(), access)
-    except OSError as error:  # of certificates, as while they are replaced
+    except OSError as error:  # of certificates, for instance while they are replaced
         message = f"{target}: {error}"
     print(f"baton scaler: {message}", file=sys.stderr, flush=True)
     return None

@@ -1,4 +1,4 @@
-"""Step 2: copies between GPUs as KV takes them, one process reading the memory of another: whether the bytes arrive,
+"""Step 2: copy between GPUs as KV transfers do, one process reading the memory of another: whether the bytes arrive,
 how fast, and how long opening and closing take."""
 
 import subprocess
@@ -23,19 +23,20 @@ print(region.handle.hex(), flush=True)
 sys.stdin.read()
 """
 
-Hold = Callable[[int, int], AbstractContextManager[bytes]]  # GPU, bytes -> the handle of another process's region
+# GPU, bytes -> the IPC handle of a region in another process
+Hold = Callable[[int, int], AbstractContextManager[bytes]]
 
 
 @contextmanager
 def held_elsewhere(device: int, num_bytes: int) -> Iterator[bytes]:
-    """Have a process hold a region until the context ends. Raises CudaError where it cannot."""
+    """Let another process hold a region until the context ends. Raises CudaError if it cannot."""
     argv = [sys.executable, "-c", _HOLDER, str(device), str(num_bytes)]
     with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
         assert holder.stdout is not None
         line = holder.stdout.readline().strip()
         if not line:
             raise CudaError(f"GPU {device}: a process could not allocate {num_bytes >> 20} MiB there")
-        yield bytes.fromhex(line)  # leaving closes its input, which ends it
+        yield bytes.fromhex(line)  # leaving closes its stdin, which ends it
 
 
 def check(
@@ -89,7 +90,7 @@ def _pair(say: Say, runtime: CudaRuntime, handle: bytes, num_bytes: int, name: s
 
 
 def _copy_s(runtime: CudaRuntime, device: int, address: int, num_bytes: int) -> float:
-    """Return the best time of copying the whole region here."""
+    """Return the shortest time of copying the whole region to this GPU."""
     own, stream = DeviceRegion(runtime, device, num_bytes), runtime.make_stream()
     try:
         best = float("inf")

@@ -1,5 +1,5 @@
-"""Step 5: decode steps of an engine in the shape of an 8B model: time a token, the bare graph, and that serving
-compiles no kernel and takes no more memory."""
+"""Step 5: decode with an engine in the shape of an 8B model: the time per token, and that serving compiles no kernel
+and takes no more memory."""
 
 import statistics
 import time
@@ -16,9 +16,10 @@ from baton.planning.memory import linear_shapes
 
 BATCHES = (1, 64, 256)
 NUM_STEPS = 200
-NUM_WARM = 32  # tokens before: of four some would end before the last prompts are read, and no draw be of all
+# tokens of the warm-up; with four, some sequences would end before the last prompt is read, and no draw would cover all
+NUM_WARM = 32
 PROMPT = 100
-STEP_BYTES = 2 * GIB  # beside weights and pool: of a step, its graphs and the libraries; an estimate
+STEP_BYTES = 2 * GIB  # besides weights and pool: a step's buffers, its graphs and the libraries; an estimate
 SAMPLINGS = {"greedy": {}, "top_p": dict(temperature=0.6, top_p=0.9, seed=1)}
 
 
@@ -48,7 +49,7 @@ def check(
 
 
 def _steps(made: RandomEngine, prompts: list[list[int]], num_steps: int, sampling: dict) -> tuple[float, float]:
-    """Return the median time of the steps that follow one another, and the processor's time of one."""
+    """Return the median time of a step, and the mean CPU time of one (s)."""
     begun = time.thread_time()
     times: list[float] = []
     for ids in prompts:
@@ -61,7 +62,7 @@ def _steps(made: RandomEngine, prompts: list[list[int]], num_steps: int, samplin
 
 
 def _fitting(say: Say, batches: Sequence[int], bytes_of: Callable[[int], int], free: float) -> list[int]:
-    """Return the batches that have room, and say which have none."""
+    """Return the batches that fit in memory, and report those that do not."""
     found = []
     for batch_size in batches:
         if (needed := bytes_of(batch_size)) <= free:
@@ -72,10 +73,10 @@ def _fitting(say: Say, batches: Sequence[int], bytes_of: Callable[[int], int], f
 
 
 def _bytes_of(sizes: tuple[int, ...], context: int, batch_size: int) -> int:
-    """Return the memory of an engine of bf16 weights that has a pool for so many contexts."""
+    """Return the memory of an engine with bf16 weights and a pool for `batch_size` contexts."""
     spec = make_spec(sizes, context)
     num_weights = sum(count * outputs * inputs for (outputs, inputs), count in linear_shapes(spec).items())
-    num_weights += 2 * spec.vocab_size * spec.hidden_size  # embedding and head
+    num_weights += 2 * spec.vocab_size * spec.hidden_size  # embedding and output head
     token_bytes = spec.kv_layout("bf16", BLOCK_SIZE).block_bytes // BLOCK_SIZE
     return 2 * num_weights + batch_size * context * token_bytes + STEP_BYTES
 

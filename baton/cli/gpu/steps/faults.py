@@ -1,5 +1,5 @@
-"""Step 9: a fault of a kernel ends its worker within a second, and a request outlives a prefill worker that is
-killed."""
+"""Step 9: check that a kernel fault ends its worker within a second, and that a request survives the kill of a prefill
+worker."""
 
 import os
 import signal
@@ -13,7 +13,7 @@ from baton.cli.gpu.steps.workers import answer, stack
 from baton.cli.launch.stack import SHIPPED_MODEL
 
 WITHIN_S = 1.0
-# An index beyond a tensor stops the kernel; from then on every call of the process fails, as after a hardware fault.
+# An index outside a tensor stops the kernel; afterwards every call of the process fails, as after a hardware fault.
 FAULTY = """
 import sys, time
 import torch
@@ -64,14 +64,14 @@ def _lost_worker(say: Say, model: Path | None) -> None:
 
 
 def _children(parent: int, name: str) -> list[int]:
-    """Return the processes that `parent` has started, by their command line."""
+    """Return the ids of processes started by `parent` whose command line contains `name`."""
     found = []
     for status in Path("/proc").glob("[0-9]*/stat"):
         try:
             fields = status.read_text().rpartition(")")[2].split()
             command = (status.parent / "cmdline").read_bytes()
         except OSError:
-            continue  # ended meanwhile
+            continue  # the process has ended
         if int(fields[1]) == parent and name.encode() in command:
             found.append(int(status.parent.name))
     return found

@@ -1,5 +1,5 @@
-"""Step 4: CUDA graphs of the whole ladder: that they capture, that their tokens are those of steps without them, and
-the memory that they take beside what the pool's size leaves for them."""
+"""Step 4: check that CUDA graphs of all batch sizes are captured, that their tokens equal those of steps without
+graphs, and that they fit in the memory which the pool leaves."""
 
 from pathlib import Path
 

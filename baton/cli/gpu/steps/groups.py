@@ -1,5 +1,5 @@
-"""Step 8: a worker of two ranks, on two GPUs: its sums in captured steps and by way of the GPUs' memory, its tokens
-beside those of one GPU, and KV from it to a worker of one rank."""
+"""Step 8: check a worker of two ranks on two GPUs: its sums in captured steps and through the GPUs' memory, its tokens
+against those of one GPU, and its KV handed to a worker of one rank."""
 
 import gc
 from pathlib import Path
@@ -21,8 +21,8 @@ PROMPT_TOKENS, NUM_TOKENS = 100, 24
 
 
 class Continuation(NamedTuple):
-    """What an engine said: `sums` and what follows of several ranks alone. `why_no_peers` is "" where sums go by way of
-    the GPUs' memory."""
+    """What an engine produced. `sums` and `why_no_peers` are those of several ranks; `why_no_peers` is "" if sums go
+    through the GPUs' memory."""
 
     token_ids: list[int]
     num_graphs: int
@@ -67,7 +67,7 @@ def _sums(say: Say, folder: Path) -> None:
 
 
 def found_with(folder: Path, degree: int) -> Continuation:
-    """Load the model on so many GPUs and let it continue a prompt, greedily. Raises ValueError where that cannot be."""
+    """Load the model on `degree` GPUs and continue a prompt greedily. Raises ValueError if it cannot be loaded."""
     config = EngineConfig(folder, device="cuda", tensor_parallel=degree, max_num_seqs=4, max_num_batched_tokens=512)
     _give_back()
     engine = Engine.load(config)
@@ -85,7 +85,7 @@ def found_with(folder: Path, degree: int) -> Continuation:
 
 
 def _give_back() -> None:
-    """Give the GPUs back what an engine had: its pool takes nearly all of their memory, and so does the next one's."""
+    """Free the GPU memory of an engine: its pool takes nearly all of it, and so does that of the next one."""
     gc.collect()
     torch.cuda.empty_cache()
 

@@ -1,4 +1,4 @@
-"""Step 1: driver and torch, each GPU and who holds its memory, and what Triton needs to compile here."""
+"""Step 1: check driver and torch, each GPU and which processes hold its memory, and what Triton needs to compile."""
 
 import ctypes.util
 import importlib.util
@@ -15,7 +15,7 @@ from kvtransfer.memory.cuda_runtime import find_runtime, gpu_refusal
 
 MIN_FREE = 0.5  # of a GPU's memory
 MIN_SHM_BYTES = 64 << 20
-MIN_SHM_BYTES_OF_RANKS = 1 << 30  # through which NCCL sums where GPUs do not reach each other
+MIN_SHM_BYTES_OF_RANKS = 1 << 30  # NCCL sums through it if GPUs cannot access each other
 _FIELDS = (
     "index", "name", "driver_version", "compute_cap", "memory.total", "memory.free", "mig.mode.current",
     "ecc.errors.uncorrected.volatile.total", "clocks_throttle_reasons.hw_slowdown", "pci.bus_id",
@@ -23,10 +23,10 @@ _FIELDS = (
 
 
 class Probe:
-    """The machine as this process sees it."""
+    """Reads the state of this machine, as this process sees it."""
 
     def smi(self, *arguments: str) -> list[list[str]] | None:
-        """Return the rows of nvidia-smi, None where there is none."""
+        """Return the rows of nvidia-smi; None if it is not installed."""
         program = shutil.which("nvidia-smi")
         if program is None:
             return None
@@ -61,7 +61,7 @@ class Probe:
         return shutil.disk_usage("/dev/shm").total
 
     def numa_node(self, bus_id: str) -> int:
-        """Return the NUMA node of a GPU; -1 where the machine has one only, or does not say."""
+        """Return the NUMA node of a GPU; -1 if the machine has only one or does not tell."""
         try:
             return int(Path(f"/sys/bus/pci/devices/{_short(bus_id)}/numa_node").read_text())
         except (OSError, ValueError):
@@ -84,7 +84,7 @@ def _short(bus_id: str) -> str:
 
 
 def _gpus(say: Say, probe: Probe) -> None:
-    """Look at the GPUs that this process may use; at all where it may use none."""
+    """Check the GPUs that this process may use; all GPUs if it may use none."""
     rows = probe.smi(f"--query-gpu={','.join(_FIELDS)}")
     if rows is None:
         say("GPUs", None, "nvidia-smi is not here: memory, MIG, ECC and throttling were not looked at")
@@ -114,7 +114,8 @@ def _gpus(say: Say, probe: Probe) -> None:
 
 
 def _memory(say: Say, name: str, free: str, total: str) -> None:
-    """In MiB; what nvidia-smi may not say, or a GPU has none of its own, is no number."""
+    """Report free and total memory (MiB). They are not numbers if nvidia-smi may not tell, or the GPU has no memory of
+    its own."""
     if not (free.isdigit() and total.isdigit()):
         say(name, None, f"nvidia-smi says {total}")
         return
@@ -123,7 +124,8 @@ def _memory(say: Say, name: str, free: str, total: str) -> None:
 
 
 def _compiling(say: Say, probe: Probe) -> None:
-    """What Triton needs: itself, a C compiler, Python's headers, libcuda, and a folder to keep kernels in."""
+    """Check what Triton needs: the package, a C compiler, Python's headers, libcuda, and a folder for compiled
+    kernels."""
     has_triton = probe.has_module("triton")
     say("triton", has_triton, "installed" if has_triton else "pip install triton")
     compiler = probe.program("gcc") or probe.program("cc") or probe.program("clang")

@@ -1,5 +1,5 @@
-"""Step 3: the compiled kernels at the shapes of an 8B model: right beside float64, rows with one value of bits whatever
-shares their batch, and their rates beside cuBLAS."""
+"""Step 3: check the compiled kernels at the shapes of an 8B model: against float64, that a row has the same bits in any
+batch, and their rates against cuBLAS."""
 
 import time
 from collections.abc import Callable
@@ -17,12 +17,12 @@ from baton.engine.kv.pool import KVPool
 from baton.engine.layers.linear.gpu import GpuChoice
 from kvtransfer.layout import KVGroup, KVLayout
 
-SIZES = (14336, 4096)  # outputs and inputs of a product
+SIZES = (14336, 4096)  # outputs and inputs of a matrix product
 ROWS = (1, 17, 64, 300)
 MANY_ROWS = 8192
-HEADS = (32, 8, 128)  # queries, keys, head_dim
-LENGTHS = ((1, 700), (1, 33), (90, 500))  # of a step's sequences: queries, positions
-# Relative errors of y: bf16 in and out; int8 and e4m3 also round the activations.
+HEADS = (32, 8, 128)  # query heads, KV heads, head_dim
+LENGTHS = ((1, 700), (1, 33), (90, 500))  # of the sequences of a step: queries, positions
+# Relative errors of y with bf16 in and out; int8 and e4m3 also round the activations.
 TOLERANCES = {"bf16": 0.006, "int4-g128": 0.006, "fp8": 0.06, "int8": 0.02}
 ATTENTION_TOLERANCE = 2e-2
 
@@ -76,7 +76,7 @@ def _best_s(run: Callable[[], object]) -> float:
 
 
 def _attention(say: Say, name: str, device: torch.device, heads: tuple[int, int, int]) -> None:
-    """What no sequence owns is NaN: reading it shows."""
+    """Check one attention backend. KV that belongs to no sequence is NaN, so reading it shows."""
     shape = AttentionShape(*heads, (None,), torch.bfloat16, device, "bf16", 32)
     if why := BACKENDS[name].unfit(shape):
         say(f"attention {name}", False, why)
@@ -107,7 +107,7 @@ def _made(name: str, shape: AttentionShape) -> Attention:
 
 
 def _step(pool: KVPool, heads: tuple[int, int, int], device: torch.device) -> tuple[ForwardBatch, Tensor]:
-    """Sequences of LENGTHS in blocks of their own, their KV written."""
+    """Return a step with sequences of LENGTHS in their own blocks, KV written, and its queries."""
     seqs, slots, first_block, row = [], [], 0, 0
     for query_len, kv_len in LENGTHS:
         count = -(-kv_len // pool.block_size)

@@ -1,4 +1,4 @@
-"""Step 7: the model's own weights: log-probabilities of the next token beside those of transformers."""
+"""Step 7: compare the log-probabilities of the next token, with the model's own weights, with those of transformers."""
 
 import gc
 import importlib.util
@@ -14,7 +14,7 @@ from baton.engine.engine import Engine
 from baton.sampling_params import SamplingParams
 
 NUM_PROMPTS, PROMPT_TOKENS, BEST = 20, 48, 5
-LEAST_AGREEING = 0.9  # of the prompts: two equal tokens may change places by rounding
+LEAST_AGREEING = 0.9  # of the prompts: rounding may swap two equally likely tokens
 TEXT = (
     "A prefill worker reads the prompt and hands its keys and values on, block by block; a decode worker takes them, "
     "checks every byte, and writes the answer token by token until the last one. Between the two lies the network, "
@@ -48,7 +48,7 @@ def _engine(model: Path, device: str) -> Engine:
 
 
 def _prompts(model: Path) -> list[list[int]]:
-    """Token ids of plain text, each prompt from another place of it on."""
+    """Return prompts as token ids, cut from one text at different offsets."""
     from transformers import AutoTokenizer
 
     ids = AutoTokenizer.from_pretrained(model).encode(TEXT * 4)
@@ -56,7 +56,8 @@ def _prompts(model: Path) -> list[list[int]]:
 
 
 def _all_ours(model: Path, prompts: list[list[int]], device: str) -> list[dict[int, float]]:
-    """Leaves nothing of the engine behind: its memory is that of the model of transformers next."""
+    """Return the engine's log-probabilities for each prompt. The engine is freed afterwards, since transformers' model
+    needs the memory next."""
     engine = _engine(model, device)
     found = [_ours(engine, ids) for ids in prompts]
     del engine

@@ -1,5 +1,5 @@
-"""Step 6: a prefill and a decode worker on this machine, with the model or a demo model: answers are those of one
-worker, and KV goes by the transport that was chosen."""
+"""Step 6: run a prefill and a decode worker on this machine, with the given or the demo model, and check that their
+answer equals one worker's and which transport moves KV."""
 
 import json
 import re
@@ -39,8 +39,8 @@ def check(say: Say, model: Path | None) -> None:
 
 @contextmanager
 def stack(folder: Path, *flags: str) -> Iterator[tuple[str, subprocess.Popen]]:
-    """Run `baton up` and yield the address of its gateway, and the process. Raises RuntimeError with its last line
-    where it does not start in START_S."""
+    """Run `baton up`, and yield the gateway's address and the process. Raises RuntimeError with its last line if it is
+    not ready within START_S."""
     argv = [sys.executable, "-m", "baton.cli", "up", "--model", str(folder), "--listen", "127.0.0.1:0", *flags]
     with tempfile.TemporaryFile("w+") as out:
         process = subprocess.Popen(argv, stdout=out, stderr=subprocess.STDOUT, text=True)
@@ -69,7 +69,7 @@ def _ready(process: subprocess.Popen, out) -> str:
 
 
 def answer(target: str) -> str:
-    """Return the greedy text that follows PROMPT; empty where the request failed."""
+    """Return the greedy text that follows PROMPT; empty if the request failed."""
     argv = [sys.executable, "-m", "baton.cli", "generate", PROMPT, "--target", target, "--max-tokens", str(NUM_TOKENS),
             "--temperature", "0"]  # fmt: skip
     done = subprocess.run(argv, capture_output=True, text=True, timeout=60)

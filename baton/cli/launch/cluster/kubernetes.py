@@ -1,7 +1,6 @@
-"""Places workers by Kubernetes' own controllers: a Deployment for each role has as many pods as its `scale` says.
+"""Place workers by Kubernetes' own controllers: each role has a Deployment, whose `scale` is its number of pods.
 
-A pod that goes is drained by SIGTERM. Which one goes is said by the pod's deletion cost.
-"""
+SIGTERM drains a pod that is removed. The pod-deletion cost decides which pod that is."""
 
 from __future__ import annotations
 
@@ -21,7 +20,7 @@ _GOES_FIRST = "-1000"
 _ENDED = ("Failed", "Succeeded")  # phases of pods whose containers do not start again
 _ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 _PORT_NAME = "grpc"
-_WATCH_S = 60  # then it is opened again: a connection may be dead without a word
+_WATCH_S = 60  # after which a watch is opened again, since a connection may be dead without notice
 
 
 class KubernetesLauncher:
@@ -39,7 +38,8 @@ class KubernetesLauncher:
     def find(
         cls, namespace: str | None, release: str | None, api_url: str | None, account: Path = _ACCOUNT
     ) -> KubernetesLauncher:
-        """Reach the API as a pod does, by its service account, or at `api_url`. Raises LaunchError."""
+        """Return the launcher that reaches the API as a pod does, by its service account, or at `api_url`. Raises
+        LaunchError."""
         try:
             namespace = namespace or (account / "namespace").read_text().strip()
             if api_url is not None:
@@ -52,8 +52,8 @@ class KubernetesLauncher:
         return cls(KubernetesApi(url, account / "token", tls), namespace, release)
 
     async def start(self, role: str, number: int) -> None:
-        """Pods that the Deployment has not made yet, for want of quota perhaps, count: who asked for so many did not
-        see them."""
+        """Add pods to the role's Deployment. Replicas that it has not created yet, perhaps for lack of quota, count as
+        part of `number`: the caller does not see them."""
         num_pods = sum(worker.role == role and worker.stays for worker in await self.list())
         await self._scale(role, lambda replicas: max(replicas, num_pods + number))
 
@@ -70,7 +70,7 @@ class KubernetesLauncher:
         return (await self._pods())[0]
 
     async def watch(self) -> AsyncIterator[list[PlacedWorker]]:
-        """Events say that something has changed; what there is is read again, so that a lost event costs nothing."""
+        """Yield the workers after each change. An event only triggers a new list, so a lost event does no harm."""
         while True:
             workers, version = await self._pods()
             yield workers
@@ -78,7 +78,7 @@ class KubernetesLauncher:
             try:
                 async for event in self._api.events(self._pods_path(asked)):
                     if event.get("type") == "ERROR":
-                        break  # the version is too old
+                        break  # the resource version is too old
                     now = (await self._pods())[0]
                     if now != workers:
                         workers = now
@@ -87,7 +87,7 @@ class KubernetesLauncher:
                 raise LaunchError(str(error)) from None
 
     async def _scale(self, role: str, change: Callable[[int], int]) -> None:
-        """Raises LaunchError."""
+        """Set the replicas of a role to `change(replicas)`. Raises LaunchError."""
         try:
             path = f"{await self._deployment(role)}/scale"
             for is_last in (False, False, True):
@@ -99,7 +99,7 @@ class KubernetesLauncher:
                     await self._api.call("PATCH", path, patch)
                     return
                 except ApiError as error:
-                    if error.status != 409 or is_last:  # another has changed it meanwhile
+                    if error.status != 409 or is_last:  # another client has changed it meanwhile
                         raise
         except ApiError as error:
             raise LaunchError(str(error)) from None
@@ -115,12 +115,12 @@ class KubernetesLauncher:
         return f"{path}/{quote(names[0])}"
 
     async def _pods(self) -> tuple[list[PlacedWorker], str]:
-        """Return the workers, and the version of their list. Raises LaunchError."""
+        """Return the workers, and the resource version of their list. Raises LaunchError."""
         try:
             found = await self._api.call("GET", self._pods_path({}))
         except ApiError as error:
             raise LaunchError(str(error)) from None
-        # One that was evicted stays listed until it is collected; its Deployment counts it no more.
+        # An evicted pod is listed until it is collected, but its Deployment no longer counts it.
         living = [pod for pod in found["items"] if pod.get("status", {}).get("phase") not in _ENDED]
         items = sorted(living, key=lambda pod: (pod["metadata"].get("creationTimestamp", ""), pod["metadata"]["name"]))
         return [_worker(pod) for pod in items], found["metadata"]["resourceVersion"]

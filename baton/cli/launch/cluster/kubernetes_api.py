@@ -1,4 +1,4 @@
-"""Call the API server of Kubernetes: JSON over HTTP, and watches as lines of it."""
+"""A client of the Kubernetes API server: JSON over HTTP, with watches as lines of JSON."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _MAX_BYTES = 64 << 20
 
 
 class ApiError(Exception):
-    """One line. `status`: that of HTTP, or 0 where there was no answer."""
+    """A failed call, in one line. `status` is that of HTTP, or 0 without an answer."""
 
     def __init__(self, message: str, status: int = 0):
         super().__init__(message)
@@ -28,11 +28,10 @@ class ApiError(Exception):
 
 
 class KubernetesApi:
-    """The server at `url`, which knows the caller by the token in a file; it is read for each call, since it is changed
-    every hour."""
+    """The server at `url`. The token is read from its file for each call, since it changes every hour."""
 
     def __init__(self, url: str, token: Path | None = None, tls: ssl.SSLContext | None = None):
-        """Raises ValueError for what is no http:// or https:// URL."""
+        """Set up the client. Raises ValueError unless `url` is an http:// or https:// URL."""
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ValueError(f"--api {url}: give http://HOST:PORT or https://HOST:PORT")
@@ -41,7 +40,7 @@ class KubernetesApi:
         self._netloc, self._token = parts.netloc, token
 
     async def call(self, method: str, path: str, patch: dict[str, Any] | None = None) -> Any:
-        """Return the object that is answered; `patch` is a merge patch. Raises ApiError."""
+        """Return the object in the answer; `patch` is a merge patch. Raises ApiError."""
         async with self._answer(method, path, patch, _CALL_S) as answer:
             body = b"".join([part async for part in answer.parts()])
         try:
@@ -63,7 +62,7 @@ class KubernetesApi:
 
     @asynccontextmanager
     async def _answer(self, method: str, path: str, patch: dict[str, Any] | None, quiet_s: float):
-        """Send a request on a connection of its own. Raises ApiError, also out of the block."""
+        """Send a request on a new connection, and yield its answer. Raises ApiError, also out of the block."""
         writer = None
         try:
             async with asyncio.timeout(_CALL_S):
@@ -90,7 +89,7 @@ class KubernetesApi:
 
 
 class _Answer:
-    """An answer as it comes."""
+    """An HTTP answer, parsed as it arrives."""
 
     def __init__(self, reader: asyncio.StreamReader, quiet_s: float):
         self._reader, self._quiet_s = reader, quiet_s
@@ -99,7 +98,7 @@ class _Answer:
         self._has_head = self._is_whole = False
         self.status = 0
 
-    # ---- what the parser calls ----
+    # ---- called by the parser ----
 
     def on_headers_complete(self) -> None:
         self.status, self._has_head = self._parser.get_status_code(), True
@@ -110,14 +109,14 @@ class _Answer:
     def on_message_complete(self) -> None:
         self._is_whole = True
 
-    # ---- what callers ask ----
+    # ---- called by users ----
 
     async def read_head(self) -> None:
         while not self._has_head:
             await self._feed()
 
     async def parts(self) -> AsyncIterator[bytes]:
-        """Yield the body's parts; the connection's end is its end, too."""
+        """Yield the parts of the body. It ends with the connection, if not before."""
         num_bytes = 0
         while True:
             parts, self._parts = self._parts, []

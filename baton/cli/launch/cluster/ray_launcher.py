@@ -1,9 +1,7 @@
-"""Places workers on the nodes of a Ray cluster: an actor owns the process of each. Ray Core places, and is asked for
-nothing else.
+"""Place workers on the nodes of a Ray cluster. An actor owns the process of each worker; of Ray only its core is used.
 
-Ray takes 15 s to notice a node that is gone. Here a worker and its actor are asked twice a second, and a place is
-filled again on another node when neither has answered two times: Ray's word comes later and changes nothing.
-"""
+Ray takes 15 s to notice a lost node. Here each worker and its actor are asked twice a second, and once neither has
+answered twice, the worker is placed again on another node. Ray's own notice comes later and changes nothing."""
 
 from __future__ import annotations
 
@@ -37,22 +35,23 @@ from baton.service.security.tls import WORKER_NAME
 _DRAIN_CALL_S = 5.0  # beyond the drain itself
 _BEAT_S, _ANSWER_S, _MISSES = 0.5, 1.0, 2
 _CONNECT_S = 5.0
-_SHUN_S = 60.0  # a node that was lost: until Ray has noticed too
-# Without room: tried elsewhere, told, given up; a cluster that grows takes minutes.
+_SHUN_S = 60.0  # how long a lost node is avoided: until Ray has noticed too
+# Without room: wait before other nodes are tried, before it is reported, before giving up; a cluster takes minutes to
+# grow.
 _TRY_S, _REPORT_S, _PLACE_S = 2.0, 5.0, 300.0
 _PAUSE_S, _MAX_PAUSE_S, _SETTLED_S = 0.5, 30.0, 60.0
 
 
 class RayLauncher:
-    """Workers register with `gateways`, from nodes that are in `networks`. Ends with this process, which Ray
-    watches."""
+    """Places workers that register with `gateways`, from nodes in `networks`. Ray ends them when this process ends."""
 
     keeps_roles = False
 
     def __init__(
         self, program: WorkerProgram, gateways: Sequence[str], address: str, resources: Mapping[str, Resources], access: Access
     ):  # fmt: skip
-        """Raises StartError, one line, where there is no cluster or its nodes cannot reach the gateways."""
+        """Connect to the cluster. Raises StartError, one line, if there is none or its nodes cannot reach the
+        gateways."""
         _connect(address)
         nodes = {node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
         self.networks: Sequence[str] = [f"{host}/{ipaddress.ip_address(host).max_prefixlen}" for host in sorted(nodes)]
@@ -82,14 +81,14 @@ class RayLauncher:
         return self.board.watch()
 
     async def close(self) -> bool:
-        """Drain all; return whether none had to be killed."""
+        """Drain all workers; return whether none had to be killed."""
         drains = [place.begin_drain() for place in self._places.values()]
         well = await asyncio.gather(*drains)
         ray.shutdown()
         return all(well)
 
     async def kill(self) -> None:
-        """End all at once."""
+        """Kill all workers immediately."""
         for place in self._places.values():
             place.kill()
         ray.shutdown()
@@ -98,11 +97,11 @@ class RayLauncher:
         self._places.pop(name, None)
 
     def shun(self, node_id: str) -> None:
-        """Place nothing on a node for a while."""
+        """Avoid a node for a while."""
         self._shunned[node_id] = time.monotonic() + _SHUN_S
 
     def shunned(self) -> set[str]:
-        """Return the nodes on which nothing is placed."""
+        """Return the nodes that are avoided now."""
         self._shunned = {node: until for node, until in self._shunned.items() if until > time.monotonic()}
         return {*self._shunned}
 
@@ -115,7 +114,7 @@ class RayLauncher:
 
 
 class _Lost(Exception):
-    """A place whose worker is gone, in words. `shuns`: its node is not to have the next one."""
+    """The worker of a place is lost, with the reason in words. `shuns`: its node is avoided for the next one."""
 
     def __init__(self, why: str, shuns: bool = False):
         super().__init__(why)
@@ -123,7 +122,7 @@ class _Lost(Exception):
 
 
 class _Place:
-    """The place of one worker: on some node, and filled again on another when that one is lost."""
+    """The place of one worker: on some node, and filled again on another when its worker is lost."""
 
     def __init__(self, launcher: RayLauncher, name: str, role: str):
         self._launcher, self._name, self.role = launcher, name, role
@@ -134,7 +133,7 @@ class _Place:
         self._task = asyncio.create_task(self._keep(), name=f"place {name}")
 
     def begin_drain(self) -> asyncio.Task[bool]:
-        """The task returns whether the worker went by itself."""
+        """Return the task that drains the worker, whose result says whether the worker ended by itself."""
         if self._drain is None:
             self._launcher.board.change(self._name, state="draining")
             self._drain = asyncio.create_task(self._end(), name=f"drain {self._name}")
@@ -168,7 +167,7 @@ class _Place:
                 if lost.shuns and self.node_id:
                     self._launcher.shun(self.node_id)
                 why = str(lost)
-            except Exception as error:  # of Ray, whose head may be gone: a place is never given up
+            except Exception as error:  # an error of Ray, whose head may be gone: a place is never given up
                 why = f"{type(error).__name__}: {one_line(error, 200)}"
             else:
                 if last.state == "gone":
@@ -185,7 +184,7 @@ class _Place:
         self._launcher.forget(self._name)
 
     async def _live(self) -> Life:
-        """Place a worker, and follow it to its end; return how that was. Raises _Lost."""
+        """Place a worker, follow it to its end, and return its last state. Raises _Lost."""
         try:
             where = await self._begin()
         except RayError as error:
@@ -200,7 +199,7 @@ class _Place:
                 follower.cancel()
 
     async def _begin(self) -> Where:
-        """Raises _Lost or RayError."""
+        """Start the worker in an actor on a node. Raises _Lost or RayError."""
         launcher = self._launcher
         wanted = launcher.resources[self.role]
         self._group = await self._find_room(wanted)
@@ -211,21 +210,21 @@ class _Place:
         return Where(*await asyncio.wrap_future(call.future()))
 
     async def _find_room(self, wanted: Resources) -> PlacementGroup:
-        """Return a group of one bundle, which has all ranks of a worker: no bundle is ever divided among nodes. Nodes
-        that were lost, and those that have a worker of this role, come last. Raises _Lost."""
+        """Return a placement group of one bundle for all ranks of a worker, since a bundle is never divided among
+        nodes. Lost nodes, and nodes with a worker of this role, are tried last. Raises _Lost."""
         bundle: dict[str, float] = {"CPU": wanted.num_cpus, **({"GPU": wanted.num_gpus} if wanted.num_gpus else {})}
-        async with self._launcher.placing:  # the next sees where this one went
+        async with self._launcher.placing:  # so that the next one sees where this one went
             shunned = self._launcher.shunned()
             for avoided, most_s in ((shunned | self._launcher.nodes_of(self.role), _TRY_S), (shunned, _REPORT_S)):
                 if not avoided or self._launcher.has_other_nodes(avoided):
                     if group := await self._reserve(bundle, avoided, most_s):
                         return group
-        if group := await self._reserve(bundle, set(), _PLACE_S):  # for minutes, which keep no other waiting
+        if group := await self._reserve(bundle, set(), _PLACE_S):  # may take minutes, so it holds up no other worker
             return group
         raise _Lost(f"no node of the Ray cluster has room for {_words(bundle)}")
 
     async def _reserve(self, bundle: dict[str, float], avoided: set[str], most_s: float) -> PlacementGroup | None:
-        """Return a group on none of the nodes `avoided`; None where there is no room in time."""
+        """Return a group outside the nodes `avoided`; None if there is no room in time."""
         selector = [{"ray.io/node-id": f"!in({','.join(avoided)})"} if avoided else {}]
         group = placement_group([bundle], strategy="SPREAD", bundle_label_selector=selector)
         begun = time.monotonic()
@@ -243,12 +242,12 @@ class _Place:
         return None
 
     async def _follow(self) -> Life:
-        """Note what the actor says of its worker; return the last. Raises _Lost."""
+        """Report each state of the worker to the board, and return the last. Raises _Lost."""
         num_seen = 0
         while True:
             try:
                 num_seen, life = await asyncio.wrap_future(self._actor.life_after.remote(num_seen).future())
-            except ActorUnavailableError:  # beats tell whether it is gone
+            except ActorUnavailableError:  # `_beat` finds out whether it is lost
                 await asyncio.sleep(_BEAT_S)
                 continue
             except RayError as error:
@@ -256,14 +255,15 @@ class _Place:
             if life.state == "failed" and self._has_served:
                 raise _Lost(f"it did not start again: {life.reason}", shuns=True)
             self._has_served |= life.state == "serving"
-            role = {"role": life.fields["role"]} if "role" in life.fields else {}  # it may have changed
+            # the worker may have changed its role
+            role = {"role": life.fields["role"]} if "role" in life.fields else {}
             self._change(state=life.state, reason=life.reason, exit_status=life.status, **role)
             if life.state in ("gone", "failed"):
                 return Life(*life)
 
     async def _beat(self, address: str) -> Life:
-        """Ask the worker and its actor again and again. Raises _Lost once neither has answered _MISSES times; returns
-        never."""
+        """Ask the worker and its actor repeatedly; never return. Raises _Lost once neither has answered _MISSES times
+        in a row."""
         num_misses = 0
         async with open_channel(address, self._launcher.access, WORKER_NAME) as channel:
             health = health_pb2_grpc.HealthStub(channel)
@@ -278,7 +278,7 @@ class _Place:
             self._launcher.board.change(self._name, **fields)
 
     def _release(self) -> None:
-        """End the actor, and with it the worker, and give back what was set aside."""
+        """End the actor, and with it the worker, and free its resources."""
         actor, group, self._actor, self._group = self._actor, self._group, None, None
         if actor is not None:
             ray.kill(actor)
@@ -303,7 +303,7 @@ async def _actor_answers(actor: Any) -> bool:
 
 
 async def _answer(reference: Any, most_s: float) -> Any:
-    """Return what a call of an actor does. Raises TimeoutError, RayError."""
+    """Return the result of an actor's call. Raises TimeoutError, RayError."""
     return await asyncio.wait_for(asyncio.wrap_future(reference.future()), most_s)
 
 
@@ -313,10 +313,10 @@ def _connect(address: str) -> None:
         return
     handler, named = signal.getsignal(signal.SIGTERM), address
     try:
-        # A URL, as ray://HOST:PORT, is Ray's own to try.
+        # Ray itself handles a URL such as ray://HOST:PORT.
         if address == "auto" and "://" not in (found := _found_by_ray()):
             address, named = found, f"auto, which is {found}"
-        if ":" in address:  # where nothing listens Ray would try for minutes
+        if ":" in address:  # Ray would retry for minutes if nothing listens there
             socket.create_connection(split_address(address), _CONNECT_S).close()
         found = ray.init(
             address, include_dashboard=False if address == "local" else None, logging_level=logging.WARNING
@@ -327,14 +327,14 @@ def _connect(address: str) -> None:
             f"--launcher ray: no cluster at --address {named}: {one_line(error, 200)}; {hint}", 1
         ) from None
     finally:
-        signal.signal(signal.SIGTERM, handler)  # ours drains, Ray's ends the process
+        signal.signal(signal.SIGTERM, handler)  # Ray's handler ends the process, ours drains
     if dashboard := found.dashboard_url:
         log(f"baton: Ray's dashboard is on: who reaches {dashboard} runs code on every node")
 
 
 def _found_by_ray() -> str:
-    """Return the address that Ray finds for `auto`. Where this Ray has not its function for that, which is private as
-    there is no public one, return `auto`: Ray then looks by itself, for minutes where the cluster has gone."""
+    """Return the address that Ray finds for `auto`, by a private function, as there is no public one. If this Ray does
+    not have it, return `auto`: Ray then searches itself, for minutes if the cluster is gone."""
     try:
         from ray._private.services import get_ray_address_from_environment
     except ImportError:
@@ -343,7 +343,7 @@ def _found_by_ray() -> str:
 
 
 def _reachable(gateway: str, nodes: set[str]) -> str:
-    """Return the address at which workers register with a gateway of this host. Raises StartError."""
+    """Return the address at which workers can register with a gateway of this host. Raises StartError."""
     host, _, port = gateway.rpartition(":")
     if is_loopback(gateway) and not all(is_loopback(f"{node}:0") for node in nodes):
         reason = f"workers on {', '.join(sorted(nodes))} cannot register at {host}"

@@ -1,5 +1,5 @@
-"""An actor of Ray that owns the process of one worker on its node: started again there when it dies, drained at the
-end."""
+"""A Ray actor that owns the process of one worker on its node: it restarts the process when it dies, and drains it at
+the end."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class Where(NamedTuple):
 
 
 class WorkerActor:
-    """Only small values pass: what to start, and how it is. The process is a child of the actor's and dies with it, and
-    that one dies with its node's raylet."""
+    """Starts one worker and reports its state; only small values pass through Ray. The process is a child of the actor
+    and dies with it, and the actor dies with its node's raylet."""
 
     def __init__(self) -> None:
         self._life, self._num_lives = Life("starting"), 0
@@ -36,24 +36,24 @@ class WorkerActor:
     async def begin(
         self, name: str, role: str, program: WorkerProgram, gateways: Sequence[str], env: Mapping[str, str]
     ) -> Where:
-        """Start the worker at a port of this node that stays its own. `env`: variables beside those of Ray's."""
+        """Start the worker at a port that it keeps across restarts. `env` is added to the variables that Ray sets."""
         host = ray.util.get_node_ip_address()
-        address = self._ports.hold(f"[{host}]:0" if ":" in host else f"{host}:0")  # until this process ends
+        address = self._ports.hold(f"[{host}]:0" if ":" in host else f"{host}:0")  # held until this process ends
         argv = [sys.executable, *program.argv(role, address, gateways)]
         self._keeper = Keeper(name, argv, env, self._note)
         return Where(ray.get_runtime_context().get_node_id(), host, address)
 
     async def life_after(self, num_seen: int) -> tuple[int, Life]:
-        """Return how the worker is, and the number of that, once it is another than the one that was seen."""
+        """Wait until the worker's state has a number other than `num_seen`; return that number and the state."""
         while self._num_lives == num_seen:
             await self._changed.wait()
         return self._num_lives, self._life
 
     async def ping(self) -> None:
-        """Return at once."""
+        """Return immediately, as a sign of life."""
 
     async def drain(self, most_s: float) -> bool:
-        """SIGTERM, and SIGKILL after `most_s`; return whether it went by itself."""
+        """Send SIGTERM, and SIGKILL after `most_s`; return whether the worker ended by itself."""
         return self._keeper is None or await self._keeper.stop(most_s)
 
     def _note(self, life: Life) -> None:
@@ -63,6 +63,6 @@ class WorkerActor:
 
 
 def settings_env() -> dict[str, str]:
-    """Return the variables of this process that are settings of Baton's."""
+    """Return the variables of this process that are settings of Baton."""
     prefix = variable("")
     return {name: value for name, value in os.environ.items() if name.startswith(prefix)}

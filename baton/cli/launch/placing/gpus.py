@@ -1,4 +1,4 @@
-"""Deal the GPUs of this machine out to the workers of one `baton up`."""
+"""Assign the GPUs of this machine to the workers of one `baton up`."""
 
 import os
 from collections import deque
@@ -12,12 +12,12 @@ VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
 class GpuShare(NamedTuple):
-    """The GPUs that one worker sees: its own first, the others behind it for copies between them; and how many workers
-    share its own."""
+    """The GPUs that one worker sees: its own first, then the others, which it may copy from; and how many workers share
+    its own."""
 
     visible: tuple[str, ...]
     num_workers: int
-    places: tuple["GpuShare", ...] = ()  # of a worker with several GPUs: of each
+    places: tuple["GpuShare", ...] = ()  # for a worker with several GPUs: the share of each
 
     @property
     def env(self) -> dict[str, str]:
@@ -25,15 +25,15 @@ class GpuShare(NamedTuple):
 
 
 def visible_gpus() -> list[str]:
-    """Return the GPUs that workers compute on, by the names that CUDA_VISIBLE_DEVICES has for them, or by their
-    numbers. The driver is asked as workers' settings ask it, which takes no memory of a GPU."""
+    """Return the GPUs that workers may use, named as in CUDA_VISIBLE_DEVICES, or by number. The driver is asked as
+    workers' settings ask it, which takes no GPU memory."""
     runtime = find_runtime()
     if runtime is None:
         return []
     count = runtime.num_devices()
     names = _named(os.environ.get(VISIBLE, ",".join(map(str, range(count)))))
     fit = [name for index, name in enumerate(names[:count]) if runtime.capability(index) >= MIN_CAPABILITY]
-    # CUDA shows a process one part of a divided GPU, however many are named.
+    # CUDA shows a process only one part of a divided GPU, however many are named.
     return fit + [name for name in names[count:] if name.startswith("MIG-")]
 
 
@@ -41,13 +41,13 @@ def _named(named: str) -> list[str]:
     found: list[str] = []
     for name in (part.strip() for part in named.split(",")):
         if name in ("", "-1"):
-            break  # CUDA reads no further
+            break  # CUDA ignores names after an invalid one
         found.append(name)
     return found
 
 
 def deal_gpus(gpus: Sequence[str], num_workers: int) -> list[GpuShare]:
-    """Return a share for each worker, in turn; none where there is no GPU."""
+    """Return a share for each worker, in turn; empty if there is no GPU."""
     if not gpus:
         return []
     shares: list[GpuShare] = []
@@ -59,16 +59,16 @@ def deal_gpus(gpus: Sequence[str], num_workers: int) -> list[GpuShare]:
 
 
 class GpuSlots:
-    """Places of workers on the GPUs: of the first ones as `deal_gpus` has them, and one on each GPU that they leave
-    free."""
+    """Free places for workers on GPUs: for the first workers as `deal_gpus` assigns them, and one on each GPU that is
+    left."""
 
     def __init__(self, gpus: Sequence[str], num_first: int):
         self._free = deque(deal_gpus(gpus, max(num_first, len(gpus))))
         self.num_gpus, self.num_used = len(gpus), min(len(gpus), num_first)
 
     def take(self, count: int = 1) -> GpuShare | None:
-        """Return the place of one more worker, of so many GPUs; None where there is no GPU at all. Raises IndexError
-        where fewer are free."""
+        """Return the place of another worker with `count` GPUs; None if there is no GPU at all. Raises IndexError if
+        fewer are free."""
         if not self.num_gpus:
             return None
         free: dict[str, GpuShare] = {}

@@ -1,7 +1,7 @@
-"""Keeps one program running as a child process: started again with growing pauses when it dies, drained at the end.
+"""Keep one program running as a child process: restarted with growing pauses when it dies, drained at the end.
 
-A child never outlives us: it leads a process group of its own, and on Linux the kernel kills it when we die.
-"""
+A child never outlives this process: it leads its own process group, and on Linux the kernel kills it when this process
+dies."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from baton.service.progress import PREFIX
 
 _READY = re.compile(r"ready( [a-z_]+=\S+)+")
 _LINE_BYTES, _GIB = 1 << 20, 1 << 30
-_HOLD_S = 30.0  # a start that takes longer wants to be watched
-_KILLED_S = 5.0  # in which what was killed is gone, unless its GPU's driver holds it
-_LAST_WORDS_S = 1.0  # beyond its end, in which what it wrote is read
+_HOLD_S = 30.0  # a start that takes longer should be watched
+_KILLED_S = 5.0  # in which a killed process ends, unless its GPU's driver holds it
+_LAST_WORDS_S = 1.0  # after its end, in which its last output is read
 
 
 class StartError(Exception):
@@ -38,7 +38,7 @@ class StartError(Exception):
 
 
 class Life(NamedTuple):
-    """How a program is. `state`: starting, serving, lost (it starts again), gone (it stays away), failed (at its first
+    """The state of a program: starting, serving, lost (it restarts), gone (it stays away) or failed (at its first
     start). `fields` are those of its ready line; `status` is that of StartError."""
 
     state: str
@@ -48,7 +48,8 @@ class Life(NamedTuple):
 
 
 class Keeper:
-    """One program. `await started` gives the fields of its first `ready key=value ...` line, or raises StartError."""
+    """Keeps one program running. `await started` returns the fields of its first `ready key=value ...` line, or raises
+    StartError."""
 
     def __init__(
         self,
@@ -61,19 +62,20 @@ class Keeper:
         max_pause_s: float = 30.0,
         settled_s: float = 60.0,
     ):
-        """A program that ran for `settled_s` is started again after `pause_s`; each earlier death doubles the pause.
-        `env`: variables beside those of this process."""
+        """Start the program. It restarts `pause_s` after it dies; each earlier death doubles the pause, until it has
+        run for `settled_s`. `env` is added to the variables of this process."""
         self.name, self.argv, self.env = name, argv, dict(env or {})
         self._on_change = on_change
         self._pause_s, self._max_pause_s, self._settled_s = pause_s, max_pause_s, settled_s
         self.started: asyncio.Future[dict[str, str]] = asyncio.get_running_loop().create_future()
-        self.started.add_done_callback(lambda future: future.cancelled() or future.exception())  # may go unread
+        # the exception may never be read
+        self.started.add_done_callback(lambda future: future.cancelled() or future.exception())
         self._child: _Child | None = None
         self._stopping = asyncio.Event()
         self._task = asyncio.create_task(self._keep())
 
     async def stop(self, drain_s: float) -> bool:
-        """SIGTERM; SIGKILL to its group after `drain_s`. Returns whether it went by itself."""
+        """Send SIGTERM, and SIGKILL to its group after `drain_s`. Return whether it ended by itself."""
         self._stopping.set()
         self._signal(signal.SIGTERM)
         done, _ = await asyncio.wait([self._task], timeout=drain_s)
@@ -83,7 +85,7 @@ class Keeper:
         return bool(done)
 
     def kill(self) -> None:
-        """SIGKILL to its group, at once."""
+        """Send SIGKILL to its group immediately."""
         self._stopping.set()
         self._signal(signal.SIGKILL)
 
@@ -112,7 +114,7 @@ class Keeper:
             self.started.cancel()
 
     async def _run(self) -> str:
-        """Run the process once and return how it ended, in words. Raises OSError or RuntimeError when it cannot be
+        """Run the process once, and return how it ended, in words. Raises OSError or RuntimeError if it cannot be
         started."""
         self._child = await _Child.spawn(self.argv, {**self.env, NAME_VARIABLE: self.name})
         self._on_change(Life("starting"))
@@ -121,7 +123,7 @@ class Keeper:
         return await self._live(self._child)
 
     async def _live(self, child: _Child) -> str:
-        """From start to death; returns how it ended, in words."""
+        """Follow a process from its start to its end; return how it ended, in words."""
         async for fields in child.readies():
             if not self.started.done():
                 self.started.set_result(fields)
@@ -132,7 +134,7 @@ class Keeper:
             return ended
         words, end = child.last_words(), f"{self.name} {ended}"
         reason = "\n".join(filter(None, (words, end))) if child.limit else words or end
-        if not self._stopping.is_set():  # else another's failure, or a signal, is what the user hears of
+        if not self._stopping.is_set():  # otherwise the user hears of the signal or failure that caused the stop
             self._fail(StartError(reason, 2 if child.status == WRONG_USE else 1))
         return ended
 
@@ -146,8 +148,8 @@ class Keeper:
 
 
 class _Streams(SubprocessStreamProtocol):
-    """What a program writes; `exited` is set when it has exited, though others may hold its pipes. One that
-    `is_given_up`, since nobody would be told of its end, is killed as soon as it is known."""
+    """The output of a program. `exited` is set when it exits, even if other processes hold its pipes. `is_given_up`:
+    the program is killed as soon as its id is known, since nobody would be told of its end."""
 
     def __init__(self) -> None:
         super().__init__(_LINE_BYTES, asyncio.get_running_loop())
@@ -168,13 +170,13 @@ class _Streams(SubprocessStreamProtocol):
 
 
 class _Child:
-    """One life of a program. Its stderr is held back until it is ready, so that a failed start is one line;
-    for some seconds at most."""
+    """One run of a program. Its stderr is held back until it is ready, so that a failed start is one line, but only for
+    some seconds."""
 
     def __init__(self, transport: asyncio.SubprocessTransport, streams: _Streams, before: system.GroupEvents):
-        """`before`: what had happened in its group when it was started."""
+        """Follow the process. `before` has the counts of its control group from before its start."""
         self._transport, self._streams, self._before = transport, streams, before
-        self.limit = ""  # of its group, in words, that may have brought its end about
+        self.limit = ""  # the limit of its control group that may have ended it, in words
         self._held: list[str] | None = []
         self._stderr = asyncio.create_task(self._pump_stderr())
         self._ending = asyncio.create_task(self._watch_end())
@@ -193,7 +195,8 @@ class _Child:
                 start_new_session=True,
             )
         except (OSError, RuntimeError):
-            # It may run: asyncio takes the thread or the descriptor by which it waits for a child after the fork.
+            # The process may run: after the fork, asyncio still has to get a thread or descriptor to wait for the
+            # child.
             streams.is_given_up = True
             raise
         return cls(transport, streams, before)
@@ -203,8 +206,8 @@ class _Child:
         return self._transport.get_returncode()
 
     async def readies(self):
-        """Yields the fields of each ready line; ends with the child's stdout."""
-        assert self._streams.stdout is not None  # a pipe
+        """Yield the fields of each ready line until the child closes its stdout."""
+        assert self._streams.stdout is not None  # it is a pipe
         async for line in _lines(self._streams.stdout):
             if _READY.fullmatch(line):
                 self.release()
@@ -216,7 +219,7 @@ class _Child:
         await self._streams.exited.wait()
         await self._stderr
         self._ending.cancel()
-        self.signal(signal.SIGKILL)  # what it had started itself
+        self.signal(signal.SIGKILL)  # also ends processes that it has started
         status = self.status
         assert status is not None  # it has exited
         how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
@@ -224,8 +227,8 @@ class _Child:
         return f"{how}: {self.limit}" if self.limit else how
 
     def _limit_met(self, status: int) -> str:
-        """Return the limit that this end may have followed from, and what to do; "" for none. The kernel's counts are
-        of the whole group, so that another one of it may have met the limit."""
+        """Return the limit that may have caused this end, with advice; "" if none. The kernel counts for the whole
+        group, so another process of it may have met the limit."""
         now = system.group_events()
         if status == -signal.SIGKILL and now.num_killed > self._before.num_killed:
             has = f"memory, of which this host or container has {system.memory_limit() / _GIB:.1f} GiB, ran out since it started"
@@ -236,8 +239,8 @@ class _Child:
         return ""
 
     async def _watch_end(self) -> None:
-        """Close its pipes once it has exited: whatever it had started holds them too, and readers wait for their
-        end."""
+        """Close the child's pipes once it has exited: processes that it started hold them too, and readers wait for
+        their end."""
         await self._streams.exited.wait()
         self.signal(signal.SIGKILL)
         await asyncio.sleep(_LAST_WORDS_S)
@@ -248,27 +251,27 @@ class _Child:
             if number == signal.SIGKILL:
                 os.killpg(self._transport.get_pid(), number)
             elif self.status is None:
-                # Not send_signal, which polls: a child that has just died would be reaped there, and its status lost to
-                # asyncio ("Unknown child process pid ...").
+                # Not send_signal, which polls: it would reap a child that has just died, and asyncio would lose its
+                # status ("Unknown child process pid ...").
                 os.kill(self._transport.get_pid(), number)
         except ProcessLookupError:
             pass
 
     def release(self) -> None:
-        """Show what was held back, and hold nothing back any more."""
+        """Print the lines that were held back, and hold back no more."""
         self._timer.cancel()
         held, self._held = self._held, None
         for line in held or ():
             log(line)
 
     def last_words(self) -> str:
-        """The line that tells why it did not start; all of a crash; "" when it was shown already."""
+        """Return the line that says why it did not start, or all lines of a crash; "" if they were printed already."""
         self._timer.cancel()
         held, self._held = self._held or [], None
         return "\n".join(held) if any(line.startswith("Traceback") for line in held) else (held or [""])[-1]
 
     async def _pump_stderr(self) -> None:
-        assert self._streams.stderr is not None  # a pipe
+        assert self._streams.stderr is not None  # it is a pipe
         async for line in _lines(self._streams.stderr):
             if self._held is None or line.startswith(PREFIX):
                 log(line)
@@ -280,7 +283,7 @@ async def _lines(stream: asyncio.StreamReader):
     while True:
         try:
             line = await stream.readline()
-        except ValueError:  # longer than the limit: what it held is dropped
+        except ValueError:  # a line longer than the limit is dropped
             continue
         if not line:
             return

@@ -1,7 +1,6 @@
-"""The seam between a fleet and what places its workers: processes of this machine, actors of Ray, pods of Kubernetes.
+"""The interface between a stack and what places its workers: processes of this machine, Ray actors or Kubernetes pods.
 
-No token and no byte of KV passes here, and nothing of it is needed to serve a request.
-"""
+Neither tokens nor KV pass through it, and serving a request does not need it."""
 
 from __future__ import annotations
 
@@ -12,45 +11,44 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
-DRAIN_S = 15.0  # of a worker with the default grace: longer than it gives itself, only what hangs is killed
-MAX_WORKERS = 4096  # as many as a gateway takes registrations of
+DRAIN_S = 15.0  # for a worker with the default grace: longer than its own limit, so only a worker that hangs is killed
+MAX_WORKERS = 4096  # as many as may register with a gateway
 
 
 class LaunchError(Exception):
-    """Raised, with one line, for what a launcher cannot do."""
+    """A launcher cannot do what was asked; one line."""
 
 
 class PlacedWorker(NamedTuple):
     """A worker as its launcher knows it. `state`: starting, serving, lost (its place is filled again), draining, or
-    failed: it ended at its first start, for `reason` and with `exit_status`, and is not tried again."""
+    failed (it ended at its first start, for `reason` and with `exit_status`, and is not retried)."""
 
     name: str
     role: str
     state: str
-    address: str = ""  # of its gRPC port; empty before it is known
+    address: str = ""  # of its gRPC port; empty until it is known
     where: str = ""  # host, node or pod
     reason: str = ""
     exit_status: int = 0
-    model: str = ""  # by the name under which it is served; empty: the stack has one without a name
+    model: str = ""  # the name under which its model is served; empty if the stack has one model without a name
 
     @property
     def stays(self) -> bool:
-        """Whether it is one of the workers that its role is to have."""
+        """Whether the worker counts towards the wanted number of its role."""
         return self.state not in ("draining", "failed")
 
 
 class WorkerLauncher(Protocol):
-    """What places workers, keeps each place filled, and empties it. Raises LaunchError."""
+    """Places workers, keeps each place filled, and empties places. Its methods raise LaunchError."""
 
-    keeps_roles: bool  # a place is of one role: its worker cannot change into the other
+    keeps_roles: bool  # a place belongs to one role: its worker cannot change to the other
 
     async def start(self, role: str, number: int) -> None:
-        """Begin to start so many workers more."""
+        """Begin to start `number` more workers."""
         ...
 
     async def drain(self, name: str) -> None:
-        """Begin to empty a worker: what runs there ends or moves to others, then its process is stopped, and stays
-        away."""
+        """Begin to drain a worker: its requests end or move to others, then its process is stopped and stays away."""
         ...
 
     async def list(self) -> list[PlacedWorker]: ...
@@ -61,8 +59,8 @@ class WorkerLauncher(Protocol):
 
 
 async def scale(launcher: WorkerLauncher, role: str, number: int) -> None:
-    """Begin what gives `role` so many workers, those of all models together. Where some are too many those go whose
-    model has most of them: the ones that do not serve, then the youngest."""
+    """Start or begin to drain workers until `role` has `number` of them, over all models. Workers of the model with the
+    most are drained first: those that do not serve, then the youngest."""
     placed = await launcher.list()
     num_models = len({worker.model for worker in placed})
     if role == "decode" and number < num_models and num_models > 1:
@@ -79,7 +77,7 @@ async def scale(launcher: WorkerLauncher, role: str, number: int) -> None:
 
 
 class Resources(NamedTuple):
-    """What a cluster sets aside for a worker, its ranks together."""
+    """What a cluster reserves for one worker with all its ranks."""
 
     num_cpus: int = 1
     num_gpus: int = 0
@@ -87,8 +85,8 @@ class Resources(NamedTuple):
 
 @dataclass(frozen=True)
 class WorkerProgram:
-    """The command line of a worker, the same wherever it is placed. `options` are flags by role; `drain_s`: by role,
-    how long one that is to end has before it is killed (default: DRAIN_S); `model_name`: as PlacedWorker.model."""
+    """The command line of a worker, wherever it is placed. `options` are flags by role. `drain_s` says by role how long
+    a worker may drain before it is killed (default: DRAIN_S). `model_name` is that of PlacedWorker."""
 
     model: Path
     options: Mapping[str, Sequence[str]]
@@ -96,21 +94,21 @@ class WorkerProgram:
     model_name: str = ""
 
     def argv(self, role: str, listen: str, gateways: Sequence[str], own: Sequence[str] = ()) -> list[str]:
-        """Return the arguments of Python. The worker registers with `gateways`; `own` are flags of its place."""
+        """Return the arguments for Python. The worker registers with `gateways`; `own` are the flags of its place."""
         return ["-m", f"{role}_worker", *self.options_of(role, listen, gateways, own)]
 
     def options_of(self, role: str, listen: str, gateways: Sequence[str] = (), own: Sequence[str] = ()) -> list[str]:
-        """Return the flags of the worker, `own` among them."""
+        """Return the flags of the worker, including `own`."""
         argv = ["--model", str(self.model), "--listen", listen]
-        # The variables of both are not the worker's: BATON_GATEWAYS says how many `baton up` starts, BATON_ADMIN is
-        # theirs.
+        # These variables are not for workers: BATON_GATEWAYS says how many gateways `baton up` starts, and BATON_ADMIN
+        # is the gateway's.
         argv += ["--gateways", ",".join(gateways), "--admin", "127.0.0.1:0"]
         return [*argv, *own, *self.options.get(role, ())]
 
 
 class WorkerBoard:
-    """The workers of a launcher by name, in the order in which they came, and those who wait for changes. Belongs to
-    the event loop."""
+    """The workers of a launcher by name, oldest first, and the coroutines that wait for changes. Belongs to the event
+    loop."""
 
     def __init__(self) -> None:
         self._workers: dict[str, PlacedWorker] = {}
@@ -118,12 +116,12 @@ class WorkerBoard:
         self._num_named: dict[str, int] = {}
 
     def new_name(self, role: str) -> str:
-        """Return a name that no worker has had here."""
+        """Return a name that no worker has had."""
         number = self._num_named[role] = self._num_named.get(role, -1) + 1
         return f"{role} worker {number}"
 
     def add(self, worker: PlacedWorker) -> None:
-        """Take in a worker; those of its role that failed are forgotten."""
+        """Add a worker, and forget the failed ones of its role."""
         for name in [
             name for name, each in self._workers.items() if each.state == "failed" and each.role == worker.role
         ]:
@@ -132,7 +130,7 @@ class WorkerBoard:
         self._notify()
 
     def change(self, name: str, **fields) -> None:
-        """Set fields of a worker that is here."""
+        """Set fields of a worker, if it is known."""
         if name in self._workers:
             self._workers[name] = self._workers[name]._replace(**fields)
             self._notify()
@@ -142,7 +140,7 @@ class WorkerBoard:
             self._notify()
 
     def get(self, name: str) -> PlacedWorker:
-        """Raises LaunchError."""
+        """Return a worker. Raises LaunchError."""
         if name not in self._workers:
             raise LaunchError(f"there is no worker {name!r}")
         return self._workers[name]

@@ -1,4 +1,4 @@
-"""Places workers on this machine: each is a child process, kept by a keeper."""
+"""Place workers on this machine: each is a child process with a keeper."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class _Kept(NamedTuple):
 
 
 class LocalLauncher:
-    """The first workers are known to gateways by their addresses, later ones register with `gateways`."""
+    """Gateways know the first workers by their addresses; later ones register with `gateways`."""
 
     keeps_roles = False
 
@@ -33,8 +33,9 @@ class LocalLauncher:
         self, programs: Sequence[WorkerProgram], gateways: Sequence[str], num_first: Mapping[str, int],
         cpu_roles: Collection[str], num_gpus: Mapping[str, int] | None = None,
     ):  # fmt: skip
-        """A worker has the program of the model that has fewest of its role. `num_first`: workers of the first start,
-        by role. Those of `cpu_roles` take no GPU. `num_gpus`: of a worker, by role (default: 1)."""
+        """Make the launcher. A new worker runs the program of the model with the fewest workers of its role.
+        `num_first`: workers at the start, by role. Workers of `cpu_roles` take no GPU. `num_gpus`: per worker, by role
+        (default: 1)."""
         self.networks: Sequence[str] = ()
         self._programs, self._gateways, self._cpu_roles = programs, gateways, cpu_roles
         self._num_gpus = num_gpus or {}
@@ -48,7 +49,7 @@ class LocalLauncher:
         self._drains: dict[str, asyncio.Task[bool]] = {}
 
     async def start(self, role: str, number: int) -> None:
-        """Raises PortError too."""
+        """Start workers. Also raises PortError."""
         for _ in range(number):
             self._start(role)
 
@@ -63,17 +64,17 @@ class LocalLauncher:
         return self._board.watch()
 
     async def close(self) -> bool:
-        """Drain all; return whether none had to be killed."""
+        """Drain all workers; return whether none had to be killed."""
         for name in [*self._kept]:
             self._begin_drain(name)
         drains = [*self._drains.values()]
         if drains:
-            await asyncio.wait(drains)  # which leaves them be where it is cancelled: kill() waits for them too
+            await asyncio.wait(drains)  # does not cancel the drains if it is cancelled: kill() waits for them too
         self._ports.release_all()
         return all(drain.result() for drain in drains)
 
     async def kill(self) -> None:
-        """SIGKILL to all, at once."""
+        """Send SIGKILL to all workers immediately."""
         for kept in self._kept.values():
             kept.keeper.kill()
         await self.close()
@@ -111,13 +112,14 @@ class LocalLauncher:
         if life.state == "gone":
             self._board.remove(name)
         elif name not in self._drains:
-            role = {"role": life.fields["role"]} if "role" in life.fields else {}  # it may have changed
+            # the worker may have changed its role
+            role = {"role": life.fields["role"]} if "role" in life.fields else {}
             self._board.change(name, state=life.state, reason=life.reason, exit_status=life.status, **role)
 
     def _begin_drain(self, name: str) -> None:
         if name in self._kept and name not in self._drains:
             self._board.change(name, state="draining")
-            # What is kept of it is passed: before the task begins the worker may be let go.
+            # The keeper is passed, since the worker may be released before the task begins.
             drain = self._drain(name, self._kept[name])
             self._drains[name] = asyncio.create_task(drain, name=f"drain {name}")
 
@@ -129,13 +131,13 @@ class LocalLauncher:
         return well
 
     def _let_go(self, name: str) -> None:
-        """Let others have what a worker held that has ended."""
+        """Free what a worker held that has ended."""
         if kept := self._kept.pop(name, None):
             self.gpus.give_back(kept.share)
             self._ports.release(kept.address)
 
 
 def _sharing(what: str, num_workers: int) -> list[str]:
-    """Return the flag that tells a worker how many share what it is on; none where a variable does, over which it would
-    win."""
+    """Return the flag that tells a worker how many workers share its host or GPU; empty if a variable says so, which
+    the flag would override."""
     return [] if is_in_environment(f"workers_per_{what}") else [f"--workers-per-{what}", str(num_workers)]

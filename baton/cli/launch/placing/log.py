@@ -1,5 +1,5 @@
-"""What a launcher says: lines of its own, and those of its children. A thread writes them, so that who launches waits
-neither for a reader that stands still nor for a disk, and ends for none."""
+"""The log of a launcher and its child processes. A thread writes it, so that the launcher never waits for a slow reader
+or a disk, nor ends because of one."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ import threading
 from collections import deque
 from typing import TextIO
 
-_MAX_BYTES = 4 << 20  # that wait to be written
-_LAST_S = 2.0  # in which what waits at the end is written
+_MAX_BYTES = 4 << 20  # waiting to be written
+_LAST_S = 2.0  # for writing the rest at the end
 
 
 class LineWriter:
-    """Writes lines in their order. Those that cannot be written, or come while too many wait, are lost; a later one
+    """Writes lines in order. Lines that cannot be written, or that come while too many wait, are lost; a later line
     says how many."""
 
     def __init__(self, max_bytes: int = _MAX_BYTES):
         self._max_bytes, self._num_bytes = max_bytes, 0
-        self._waiting: deque[tuple[int, bytes]] = deque()  # the first one is being written
+        self._waiting: deque[tuple[int, bytes]] = deque()  # the first is being written
         self._num_lost, self._num_reported = 0, 0
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
@@ -40,17 +40,17 @@ class LineWriter:
             self._put(sys.stdout, f"{line}\n")
 
     def flush(self, timeout_s: float = _LAST_S) -> bool:
-        """Return whether all is written, after a while at most."""
+        """Wait until everything is written, or `timeout_s`; return whether it is."""
         with self._changed:
             return self._changed.wait_for(lambda: not self._waiting, timeout_s)
 
     def _put(self, stream: TextIO | None, text: str) -> bool:
-        """Return whether there was room."""
+        """Queue a text, and return whether there was room."""
         try:
             fd = stream.fileno() if stream is not None else None
-        except (OSError, ValueError):  # it has none, or was closed
+        except (OSError, ValueError):  # the stream has no descriptor, or is closed
             fd = None
-        if fd is None:  # nobody ever wanted to read it
+        if fd is None:  # nobody reads it
             return False
         data = text.encode(errors="backslashreplace")
         if self._num_bytes + len(data) > self._max_bytes:
@@ -78,11 +78,12 @@ class LineWriter:
 
 
 def _write(fd: int, data: bytes) -> bool:
-    """Not by the stream: a thread that stands still in it would have its lock when the process ends."""
+    """Write to the descriptor, not the stream: a thread that blocks in a stream would hold its lock when the process
+    ends. Return whether it succeeded."""
     try:
         while data:
             data = data[os.write(fd, data) :]
-    except OSError:  # the disk is full, or the reader has gone
+    except OSError:  # the disk is full, or the reader is gone
         return False
     return True
 

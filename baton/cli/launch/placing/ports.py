@@ -1,4 +1,4 @@
-"""Hold ports for processes that are started again at the same address."""
+"""Hold ports for processes that are restarted at the same address."""
 
 import socket
 
@@ -6,18 +6,18 @@ from baton.service.net.server import ListenError, listening_socket
 
 
 class PortError(Exception):
-    """One line: why the address cannot be listened on."""
+    """The address cannot be bound; one line with the reason."""
 
 
 class HeldPorts:
-    """Ports that stay ours between two lives of the processes that listen there."""
+    """Ports that stay reserved between two runs of the processes that listen there."""
 
     def __init__(self) -> None:
         self._held: dict[str, socket.socket] = {}
 
     def hold(self, address: str) -> str:
-        """Return HOST:PORT with its port number (0: the system chooses). A bound socket that never listens keeps the
-        port, and still lets a process listen on it. Raises PortError."""
+        """Return HOST:PORT with its port number (port 0: the system chooses). A bound socket that never listens
+        reserves the port, and still lets a process listen on it. Raises PortError."""
         try:
             with listening_socket(address) as probe:
                 where = probe.getsockname()
