@@ -1,4 +1,4 @@
-"""The client for asyncio. blocking.py has the same methods without."""
+"""The asyncio client. blocking.py has the same methods without asyncio."""
 
 import asyncio
 import contextlib
@@ -32,7 +32,7 @@ Metadata = Sequence[tuple[str, str]]
 
 
 class AsyncClient:
-    """For one event loop. `async with AsyncClient(...)`, or `await close()`."""
+    """The client for one event loop: `async with AsyncClient(...)`, or `await close()`."""
 
     def __init__(
         self,
@@ -47,12 +47,14 @@ class AsyncClient:
         timeout_s: float | None = 600.0,
         retry: RetryPolicy = RetryPolicy(),
     ):
-        """`target`: host:port of a gateway, or of several with commas between: one of them is asked, and the next when
-        it fails. Calls go by turns to all addresses that a name has. `api_key`: or a plain function that returns it,
-        which is called in the event loop before each attempt, so that it should not wait. `tls_ca`: file with the
-        authority of the gateways' certificates; `tls`: the public ones, which gRPC brings along or finds in the file
-        that GRPC_DEFAULT_SSL_ROOTS_FILE_PATH names; without both plain text is spoken. `timeout_s`: of each call,
-        retries included, where the call names none. Raises ValueError, OSError."""
+        """Make a client; it connects at the first call.
+
+        `target`: host:port of a gateway, or of several with commas between; one is asked, and the next when it fails.
+        Calls take turns over all IP addresses of a host name. `api_key`: the key, or a function that returns it, called
+        in the event loop before each attempt, so it should not block. `tls_ca`: file with the authority of the
+        gateways' certificates. `tls`: trust the public authorities, which gRPC ships or finds in the file
+        GRPC_DEFAULT_SSL_ROOTS_FILE_PATH. Without both the client speaks plain text. `timeout_s`: of each call with its
+        retries, unless the call has its own. Raises ValueError, OSError."""
         self._settings = ConnectionSettings(api_key, tls, tls_ca, tls_cert, tls_key, tls_server_name)
         self._addresses = Addresses(target, self._open)
         self._timeout_s, self._retry = timeout_s, retry
@@ -65,17 +67,17 @@ class AsyncClient:
         metadata: Metadata = (),
         **options: Unpack[GenerateOptions],
     ) -> pb.CompleteResponse:
-        """Return the whole answer to a text, token ids, or messages. Raises CallError, ValueError."""
+        """Return the whole answer to a text, token ids or messages. Raises CallError, ValueError."""
         return await self.complete(make_request(prompt, options), timeout_s=timeout_s, metadata=metadata)
 
     async def complete(
         self, request: pb.GenerateRequest, *, timeout_s: float | None = None, metadata: Metadata = ()
     ) -> pb.CompleteResponse:
-        """Return the whole answer to a request as the contract has it. Raises CallError."""
+        """Return the whole answer to a request message. Raises CallError."""
         again = request
         if self._retry.resends:
             request = make_resumable(request)
-            # One that comes again takes what the first has brought about so far, if it is still there.
+            # A retry gets what the first attempt has generated so far, if the gateway still has it.
             again = Received(request).rest()
         return await self._call(
             "Complete", pb.CompleteResponse, lambda num: request if num == 1 else again, timeout_s, metadata
@@ -89,7 +91,7 @@ class AsyncClient:
         metadata: Metadata = (),
         **options: Unpack[GenerateOptions],
     ) -> pb.CompleteResponse:
-        """Return the whole answer to messages: `{"role": ..., "content": ...}` each. Raises CallError, ValueError."""
+        """Return the whole answer to messages, each `{"role": ..., "content": ...}`. Raises CallError, ValueError."""
         return await self.generate(to_messages(messages), timeout_s=timeout_s, metadata=metadata, **options)
 
     def stream(
@@ -100,13 +102,13 @@ class AsyncClient:
         metadata: Metadata = (),
         **options: Unpack[GenerateOptions],
     ) -> "AsyncStream":
-        """Return the answer as it comes. Raises ValueError."""
+        """Stream the answer to a text, token ids or messages. Raises ValueError."""
         return self.send(make_request(prompt, options), timeout_s=timeout_s, metadata=metadata)
 
     def send(
         self, request: pb.GenerateRequest, *, timeout_s: float | None = None, metadata: Metadata = ()
     ) -> "AsyncStream":
-        """Return the answer to a request as the contract has it, as it comes."""
+        """Stream the answer to a request message."""
         attempts = Attempts(self._retry, self._timeout_s if timeout_s is None else timeout_s)
         return AsyncStream(self._addresses, request, attempts, lambda: self._metadata(metadata), self._retry.resends)
 
@@ -114,7 +116,7 @@ class AsyncClient:
         self, query: str, documents: Sequence[str], *, timeout_s: float | None = None, metadata: Metadata = (),
         **options: Unpack[ScoreOptions],
     ) -> pb.ScoreResponse:  # fmt: skip
-        """Return how well each document answers the query, 0 to 1, by a model that judges so. Raises CallError,
+        """Return how well each document answers the query, 0 to 1; this needs a reranking model. Raises CallError,
         ValueError."""
         request = make_score_request(query, documents, options)
         return await self._call("Score", pb.ScoreResponse, lambda _: request, timeout_s, metadata)
@@ -122,7 +124,7 @@ class AsyncClient:
     async def tokenize(
         self, prompt: str | ChatMessages, *, model: str = "", timeout_s: float | None = None
     ) -> list[int]:
-        """Return the token ids of a text, or of messages as the model reads them. Raises CallError, ValueError."""
+        """Return the token ids of a text, or of messages in the model's chat template. Raises CallError, ValueError."""
         request = make_tokenize_request(prompt, model)
         return list((await self._call("Tokenize", pb.TokenizeResponse, lambda _: request, timeout_s)).token_ids)
 
@@ -130,7 +132,7 @@ class AsyncClient:
         self, inputs: Sequence[str | Sequence[int]], *, timeout_s: float | None = None, metadata: Metadata = (),
         **options: Unpack[EmbedOptions],
     ) -> pb.EmbedResponse:  # fmt: skip
-        """Return a vector for each text, or list of token ids. Raises CallError, ValueError."""
+        """Return a vector for each text or list of token ids. Raises CallError, ValueError."""
         request = make_embed_request(inputs, options)
         return await self._call("Embed", pb.EmbedResponse, lambda _: request, timeout_s, metadata)
 
@@ -142,22 +144,22 @@ class AsyncClient:
     async def token_texts(
         self, token_ids: Sequence[int], *, model: str = "", timeout_s: float | None = None
     ) -> list[pb.TokenText]:
-        """Return what each of at most 1,024 tokens says by itself. Raises CallError."""
+        """Return the text of each of at most 1,024 tokens on its own. Raises CallError."""
         request = pb.DetokenizeRequest(model=model, token_ids=token_ids, return_tokens=True)
         return list((await self._call("Detokenize", pb.DetokenizeResponse, lambda _: request, timeout_s)).tokens)
 
     async def model_info(self, model: str = "", *, timeout_s: float | None = None) -> pb.GetModelInfoResponse:
-        """Return what is known of a model; its name may be left out where one is served. Raises CallError."""
+        """Return the properties of a model; its name may be omitted if the gateway serves one. Raises CallError."""
         request = pb.GetModelInfoRequest(model=model)
         return await self._call("GetModelInfo", pb.GetModelInfoResponse, lambda _: request, timeout_s)
 
     async def list_models(self, *, timeout_s: float | None = None) -> list[pb.GetModelInfoResponse]:
-        """Return what is known of each model that is served. Raises CallError."""
+        """Return the properties of each served model. Raises CallError."""
         request = pb.ListModelsRequest()
         return list((await self._call("ListModels", pb.ListModelsResponse, lambda _: request, timeout_s)).models)
 
     async def close(self) -> None:
-        """End all that runs; later calls get CANCELLED."""
+        """End all running calls; later calls get CANCELLED."""
         for methods in self._addresses.close():
             await methods.channel.close()
 
@@ -184,7 +186,7 @@ class AsyncClient:
         timeout_s: float | None,
         metadata: Metadata = (),
     ) -> ReplyT:
-        """Return the reply to `request_of(number of the attempt)`."""
+        """Return the reply to `request_of(attempt number)`, with retries."""
         attempts = Attempts(self._retry, self._timeout_s if timeout_s is None else timeout_s)
         while True:
             index, methods = self._addresses.current()
@@ -195,7 +197,7 @@ class AsyncClient:
                 )
             except grpc.RpcError as raised:
                 error = read_call_error(raised)
-            except asyncio.CancelledError:  # of the caller's task, or by close(), which gRPC says alike
+            except asyncio.CancelledError:  # gRPC raises it both when the caller's task is cancelled and after close()
                 if is_cancelling():
                     raise
                 raise CallError(grpc.StatusCode.CANCELLED, "cancelled") from None
@@ -205,8 +207,8 @@ class AsyncClient:
 
 
 class AsyncStream(ResumingStream, AsyncIterator[pb.GenerateResponse]):
-    """The messages of one answer; a stream that breaks is taken up where it broke, without a token lost or repeated.
-    One that its reader leaves is cancelled."""
+    """The messages of one answer. A stream that breaks is resumed without losing or repeating a token. A stream whose
+    reader leaves is cancelled."""
 
     def __init__(
         self,
@@ -216,7 +218,7 @@ class AsyncStream(ResumingStream, AsyncIterator[pb.GenerateResponse]):
         metadata: Callable[[], tuple[tuple[str, str], ...]],
         resumes: bool,
     ):
-        """Sends `request` at once. `metadata()`: that of each attempt."""
+        """Send `request` immediately. `metadata()` is called for each attempt."""
         super().__init__(request, attempts, resumes)
         self._addresses, self._metadata = addresses, metadata
         self._cancelled = asyncio.Event()
@@ -224,7 +226,7 @@ class AsyncStream(ResumingStream, AsyncIterator[pb.GenerateResponse]):
         self._index, self._call = self._open(self._request)
 
     def cancel(self) -> None:
-        """End the request; its reader gets CANCELLED."""
+        """Cancel the request; its reader gets CANCELLED."""
         self._cancelled.set()
         self._call.cancel()
 
@@ -240,7 +242,7 @@ class AsyncStream(ResumingStream, AsyncIterator[pb.GenerateResponse]):
                 continue
             except (
                 asyncio.CancelledError
-            ):  # of the caller's task, by cancel() or the client's close(), which gRPC says alike
+            ):  # gRPC raises it both when the caller's task is cancelled and after cancel() or close()
                 if is_cancelling():
                     raise
                 raise CallError(grpc.StatusCode.CANCELLED, "cancelled") from None
@@ -256,10 +258,11 @@ class AsyncStream(ResumingStream, AsyncIterator[pb.GenerateResponse]):
         self.cancel()
 
     def __del__(self) -> None:
-        # A reader may leave an `async for` by `break`, and gRPC keeps a call until it ends. Collected in any thread.
-        call = getattr(self, "_call", None)  # absent where the first could not be sent
+        # A reader may leave an `async for` by `break`, and gRPC keeps a call until it ends. The collector may run in
+        # any thread.
+        call = getattr(self, "_call", None)  # absent if the first request could not be sent
         if call is not None and not call.done():
-            with contextlib.suppress(RuntimeError):  # the loop is closed, and the call ended with it
+            with contextlib.suppress(RuntimeError):  # the loop is closed, and with it the call
                 self._loop.call_soon_threadsafe(call.cancel)
 
     def _open(
@@ -269,8 +272,8 @@ class AsyncStream(ResumingStream, AsyncIterator[pb.GenerateResponse]):
         return index, methods.generate(request, timeout=self._attempts.left_s, metadata=self._metadata())
 
     async def _again(self, error: CallError) -> None:
-        """Send the request for the rest after a pause. Raises `error` where that cannot help; CANCELLED where that is
-        so."""
+        """Request the rest of the answer after a pause. Raises `error` if a retry cannot help, CANCELLED if the stream
+        was cancelled."""
         rest, pause_s = self._rest_after(error)
         await pause(self._addresses, self._cancelled, pause_s)
         if self._cancelled.is_set():
@@ -280,20 +283,20 @@ class AsyncStream(ResumingStream, AsyncIterator[pb.GenerateResponse]):
 
 
 async def pause(addresses: "Addresses[AsyncMethods]", ended: asyncio.Event, pause_s: float) -> None:
-    """Wait for as long, or until `ended` is set, as it is when the client closes."""
+    """Wait for `pause_s`, or until `ended` is set, as it is when the client closes."""
     with addresses.ending(ended), contextlib.suppress(TimeoutError):
         async with asyncio.timeout(pause_s):
             await ended.wait()
 
 
 def is_cancelling() -> bool:
-    """Return whether the running task itself is to end."""
+    """Return whether the running task is being cancelled."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0
 
 
 class AsyncMethods:
-    """A channel and its calls."""
+    """A channel and its methods."""
 
     def __init__(self, channel: grpc.aio.Channel):
         self.channel = channel
@@ -304,7 +307,7 @@ class AsyncMethods:
         )
 
     def unary(self, name: str, reply: type[ReplyT]) -> "grpc.aio.UnaryUnaryMultiCallable[Message, ReplyT]":
-        """Return the method `name`, which answers with `reply`."""
+        """Return the unary method `name`, which returns `reply`."""
         return self.channel.unary_unary(
             f"{SERVICE}{name}", lambda message: message.SerializeToString(), reply.FromString
         )

@@ -31,7 +31,7 @@ Metadata = Sequence[tuple[str, str]]
 
 
 class Client:
-    """Blocking; threads may share it. `with Client(...)`, or `close()`."""
+    """The blocking client, which threads may share: `with Client(...)`, or `close()`."""
 
     def __init__(
         self,
@@ -46,11 +46,13 @@ class Client:
         timeout_s: float | None = 600.0,
         retry: RetryPolicy = RetryPolicy(),
     ):
-        """`target`: host:port of a gateway, or of several with commas between: one of them is asked, and the next when
-        it fails. Calls go by turns to all addresses that a name has. `api_key`: or what returns it, which is asked
-        before each attempt. `tls_ca`: file with the authority of the gateways' certificates; `tls`: the public ones,
-        which gRPC brings along or finds in the file that GRPC_DEFAULT_SSL_ROOTS_FILE_PATH names; without both plain
-        text is spoken. `timeout_s`: of each call, retries included, where the call names none. Raises ValueError,
+        """Make a client; it connects at the first call.
+
+        `target`: host:port of a gateway, or of several with commas between; one is asked, and the next when it fails.
+        Calls take turns over all IP addresses of a host name. `api_key`: the key, or a function that returns it, called
+        before each attempt. `tls_ca`: file with the authority of the gateways' certificates. `tls`: trust the public
+        authorities, which gRPC ships or finds in the file GRPC_DEFAULT_SSL_ROOTS_FILE_PATH. Without both the client
+        speaks plain text. `timeout_s`: of each call with its retries, unless the call has its own. Raises ValueError,
         OSError."""
         self._settings = ConnectionSettings(api_key, tls, tls_ca, tls_cert, tls_key, tls_server_name)
         self._addresses = Addresses(target, self._open)
@@ -64,17 +66,17 @@ class Client:
         metadata: Metadata = (),
         **options: Unpack[GenerateOptions],
     ) -> pb.CompleteResponse:
-        """Return the whole answer to a text, token ids, or messages. Raises CallError, ValueError."""
+        """Return the whole answer to a text, token ids or messages. Raises CallError, ValueError."""
         return self.complete(make_request(prompt, options), timeout_s=timeout_s, metadata=metadata)
 
     def complete(
         self, request: pb.GenerateRequest, *, timeout_s: float | None = None, metadata: Metadata = ()
     ) -> pb.CompleteResponse:
-        """Return the whole answer to a request as the contract has it. Raises CallError."""
+        """Return the whole answer to a request message. Raises CallError."""
         again = request
         if self._retry.resends:
             request = make_resumable(request)
-            # One that comes again takes what the first has brought about so far, if it is still there.
+            # A retry gets what the first attempt has generated so far, if the gateway still has it.
             again = Received(request).rest()
         return self._call(
             "Complete", pb.CompleteResponse, lambda num: request if num == 1 else again, timeout_s, metadata
@@ -88,7 +90,7 @@ class Client:
         metadata: Metadata = (),
         **options: Unpack[GenerateOptions],
     ) -> pb.CompleteResponse:
-        """Return the whole answer to messages: `{"role": ..., "content": ...}` each. Raises CallError, ValueError."""
+        """Return the whole answer to messages, each `{"role": ..., "content": ...}`. Raises CallError, ValueError."""
         return self.generate(to_messages(messages), timeout_s=timeout_s, metadata=metadata, **options)
 
     def stream(
@@ -99,11 +101,11 @@ class Client:
         metadata: Metadata = (),
         **options: Unpack[GenerateOptions],
     ) -> "Stream":
-        """Return the answer as it comes. Raises ValueError."""
+        """Stream the answer to a text, token ids or messages. Raises ValueError."""
         return self.send(make_request(prompt, options), timeout_s=timeout_s, metadata=metadata)
 
     def send(self, request: pb.GenerateRequest, *, timeout_s: float | None = None, metadata: Metadata = ()) -> "Stream":
-        """Return the answer to a request as the contract has it, as it comes."""
+        """Stream the answer to a request message."""
         attempts = Attempts(self._retry, self._timeout_s if timeout_s is None else timeout_s)
         return Stream(self._addresses, request, attempts, lambda: self._metadata(metadata), self._retry.resends)
 
@@ -111,13 +113,13 @@ class Client:
         self, query: str, documents: Sequence[str], *, timeout_s: float | None = None, metadata: Metadata = (),
         **options: Unpack[ScoreOptions],
     ) -> pb.ScoreResponse:  # fmt: skip
-        """Return how well each document answers the query, 0 to 1, by a model that judges so. Raises CallError,
+        """Return how well each document answers the query, 0 to 1; this needs a reranking model. Raises CallError,
         ValueError."""
         request = make_score_request(query, documents, options)
         return self._call("Score", pb.ScoreResponse, lambda _: request, timeout_s, metadata)
 
     def tokenize(self, prompt: str | ChatMessages, *, model: str = "", timeout_s: float | None = None) -> list[int]:
-        """Return the token ids of a text, or of messages as the model reads them. Raises CallError, ValueError."""
+        """Return the token ids of a text, or of messages in the model's chat template. Raises CallError, ValueError."""
         request = make_tokenize_request(prompt, model)
         return list(self._call("Tokenize", pb.TokenizeResponse, lambda _: request, timeout_s).token_ids)
 
@@ -125,7 +127,7 @@ class Client:
         self, inputs: Sequence[str | Sequence[int]], *, timeout_s: float | None = None, metadata: Metadata = (),
         **options: Unpack[EmbedOptions],
     ) -> pb.EmbedResponse:  # fmt: skip
-        """Return a vector for each text, or list of token ids. Raises CallError, ValueError."""
+        """Return a vector for each text or list of token ids. Raises CallError, ValueError."""
         request = make_embed_request(inputs, options)
         return self._call("Embed", pb.EmbedResponse, lambda _: request, timeout_s, metadata)
 
@@ -137,22 +139,22 @@ class Client:
     def token_texts(
         self, token_ids: Sequence[int], *, model: str = "", timeout_s: float | None = None
     ) -> list[pb.TokenText]:
-        """Return what each of at most 1,024 tokens says by itself. Raises CallError."""
+        """Return the text of each of at most 1,024 tokens on its own. Raises CallError."""
         request = pb.DetokenizeRequest(model=model, token_ids=token_ids, return_tokens=True)
         return list(self._call("Detokenize", pb.DetokenizeResponse, lambda _: request, timeout_s).tokens)
 
     def model_info(self, model: str = "", *, timeout_s: float | None = None) -> pb.GetModelInfoResponse:
-        """Return what is known of a model; its name may be left out where one is served. Raises CallError."""
+        """Return the properties of a model; its name may be omitted if the gateway serves one. Raises CallError."""
         request = pb.GetModelInfoRequest(model=model)
         return self._call("GetModelInfo", pb.GetModelInfoResponse, lambda _: request, timeout_s)
 
     def list_models(self, *, timeout_s: float | None = None) -> list[pb.GetModelInfoResponse]:
-        """Return what is known of each model that is served. Raises CallError."""
+        """Return the properties of each served model. Raises CallError."""
         request = pb.ListModelsRequest()
         return list(self._call("ListModels", pb.ListModelsResponse, lambda _: request, timeout_s).models)
 
     def close(self) -> None:
-        """End all that runs: it gets CANCELLED, and later calls too."""
+        """End all running calls; they and later calls get CANCELLED."""
         for methods in self._addresses.close():
             methods.channel.close()
 
@@ -179,7 +181,7 @@ class Client:
         timeout_s: float | None,
         metadata: Metadata = (),
     ) -> ReplyT:
-        """Return the reply to `request_of(number of the attempt)`."""
+        """Return the reply to `request_of(attempt number)`, with retries."""
         attempts = Attempts(self._retry, self._timeout_s if timeout_s is None else timeout_s)
         while True:
             index, methods = self._addresses.current()
@@ -196,7 +198,7 @@ class Client:
 
 
 class Stream(ResumingStream, Iterator[pb.GenerateResponse]):
-    """The messages of one answer; a stream that breaks is taken up where it broke, without a token lost or repeated."""
+    """The messages of one answer. A stream that breaks is resumed without losing or repeating a token."""
 
     def __init__(
         self,
@@ -206,14 +208,14 @@ class Stream(ResumingStream, Iterator[pb.GenerateResponse]):
         metadata: Callable[[], tuple[tuple[str, str], ...]],
         resumes: bool,
     ):
-        """Sends `request` at once. `metadata()`: that of each attempt."""
+        """Send `request` immediately. `metadata()` is called for each attempt."""
         super().__init__(request, attempts, resumes)
         self._addresses, self._metadata = addresses, metadata
         self._cancelled = threading.Event()
         self._index, self._call = self._open(self._request)
 
     def cancel(self) -> None:
-        """End the request, from any thread; its reader gets CANCELLED."""
+        """Cancel the request, from any thread; its reader gets CANCELLED."""
         self._cancelled.set()
         self._call.cancel()
 
@@ -241,27 +243,27 @@ class Stream(ResumingStream, Iterator[pb.GenerateResponse]):
         return index, methods.generate(request, timeout=self._attempts.left_s, metadata=self._metadata())
 
     def _again(self, error: CallError) -> None:
-        """Send the request for the rest after a pause. Raises `error` where that cannot help; CANCELLED where that is
-        so."""
+        """Request the rest of the answer after a pause. Raises `error` if a retry cannot help, CANCELLED if the stream
+        was cancelled."""
         rest, pause_s = self._rest_after(error)
         with self._addresses.ending(self._cancelled):
             if self._cancelled.wait(pause_s):
                 raise CallError(grpc.StatusCode.CANCELLED, "cancelled")
         self._addresses.leave(self._index, error)
         self._index, self._call = self._open(rest)
-        if self._cancelled.is_set():  # meanwhile, and it ended the stream before
+        if self._cancelled.is_set():  # cancel() was called meanwhile, and cancelled the old stream only
             self._call.cancel()
 
 
 class ReplyCall(Protocol):
-    """What gRPC returns for a call that is answered by a stream."""
+    """The object that gRPC returns for a call with a streamed reply."""
 
     def __next__(self) -> pb.GenerateResponse: ...
     def cancel(self) -> bool: ...
 
 
 class Methods:
-    """A channel and its calls."""
+    """A channel and its methods."""
 
     def __init__(self, channel: grpc.Channel):
         self.channel = channel
@@ -270,7 +272,7 @@ class Methods:
         )
 
     def unary(self, name: str, reply: type[ReplyT]) -> "grpc.UnaryUnaryMultiCallable[Message, ReplyT]":
-        """Return the method `name`, which answers with `reply`."""
+        """Return the unary method `name`, which returns `reply`."""
         return self.channel.unary_unary(
             f"{SERVICE}{name}", lambda message: message.SerializeToString(), reply.FromString
         )

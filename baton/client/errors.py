@@ -1,4 +1,4 @@
-"""Read what a call failed with: its status, and the google.rpc details that a gateway adds."""
+"""Read the error of a call: its status, and the google.rpc details that a gateway adds."""
 
 from collections.abc import Iterator
 from typing import Any, Self
@@ -14,9 +14,9 @@ Metadata = tuple[tuple[str, str | bytes], ...]
 
 
 class CallError(grpc.RpcError):
-    """A call that failed. `code()` and `details()` as gRPC has them; `reason` is UPPER_SNAKE and stable; `field` is the
-    one that is wrong; `retry_after_s` is when to come back, where the gateway says so; `request_id` is what its log
-    calls the request, "" where it did not get so far."""
+    """A failed call. `code()` and `details()` are as in gRPC; `reason` is UPPER_SNAKE and stable; `field` names the
+    wrong field; `retry_after_s` is when to try again, if the gateway says so; `request_id` is the request's id in the
+    gateway's log, "" if it did not get so far."""
 
     def __init__(self, code: grpc.StatusCode, message: str, trailing_metadata: Metadata = ()):
         super().__init__(f"{code.name}: {message}")
@@ -25,12 +25,12 @@ class CallError(grpc.RpcError):
         self._code, self._trailing_metadata = code, trailing_metadata
 
     def __reduce__(self) -> tuple[type[Self], tuple[grpc.StatusCode, str, Metadata]]:
-        # An exception is made again of its `args`, the one line: pools of processes, to which an error is sent, hang or
-        # break.
+        # By default an exception is unpickled from `args`, the one line, so a process pool that transfers an error
+        # would hang or break.
         return type(self), (self._code, self.message, self._trailing_metadata)
 
     def code(self) -> grpc.StatusCode:
-        """Return the status."""
+        """Return the gRPC status code."""
         return self._code
 
     def details(self) -> str:
@@ -38,22 +38,22 @@ class CallError(grpc.RpcError):
         return self.message
 
     def trailing_metadata(self) -> Any:
-        """Return what came behind the answer."""
+        """Return the trailing metadata of the call."""
         return self._trailing_metadata
 
 
 def read_call_error(error: grpc.RpcError) -> CallError:
-    """Return what gRPC raised, read."""
+    """Return the CallError for an error that gRPC raised."""
     call = error if isinstance(error, (grpc.Call, grpc.aio.AioRpcError)) else None
-    if call is None:  # of a channel that was closed
+    if call is None:  # raised by a closed channel
         return CallError(grpc.StatusCode.UNKNOWN, str(error))
     metadata = tuple((str(key), value) for key, value in call.trailing_metadata() or ())
     return CallError(call.code(), call.details() or call.code().name, metadata)
 
 
 def _read_details(metadata: Metadata) -> tuple[str, str | None, float | None, str]:
-    """Return reason, field, delay and id of ErrorInfo, BadRequest, RetryInfo and RequestInfo. Their packages are
-    not needed: the numbers of their fields never change. A peer's bytes are not trusted."""
+    """Return reason, field, delay (s) and id from ErrorInfo, BadRequest, RetryInfo and RequestInfo. They are parsed
+    without their packages, since the numbers of their fields never change. The peer's bytes are not trusted."""
     reason, field, retry_after_s, request_id = "", None, None, ""
     packed = next((value for key, value in metadata if key == _DETAILS_KEY and isinstance(value, bytes)), b"")
     try:
@@ -77,7 +77,7 @@ def _read_details(metadata: Metadata) -> tuple[str, str | None, float | None, st
 
 
 def _fields(message: bytes, number: int) -> Iterator[bytes]:
-    """Yield the texts, bytes and messages of one field of a serialized message."""
+    """Yield the length-delimited values (texts, bytes, messages) of one field of a serialized message."""
     for field in UnknownFieldSet(Empty.FromString(message)):
         if field.field_number == number and isinstance(field.data, bytes):
             yield field.data

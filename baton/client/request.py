@@ -1,4 +1,4 @@
-"""Make requests of the contract from prompts and keywords."""
+"""Make request messages from prompts and keyword options."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, TypedDict, TypeGuard
@@ -10,8 +10,8 @@ Prompt = str | Sequence[int] | ChatMessages
 
 
 class GenerateOptions(TypedDict, total=False):
-    """Every option of a request, as protos/baton/v1/inference.proto explains it: fields of GenerateRequest, Sampling
-    and Stopping. What is not given is the model's default."""
+    """The options of a request, which protos/baton/v1/inference.proto explains: fields of GenerateRequest, Sampling and
+    Stopping. An option that is not given has the model's default."""
 
     request_id: str
     model: str
@@ -45,8 +45,8 @@ class GenerateOptions(TypedDict, total=False):
 
 
 def make_request(prompt: Prompt, options: GenerateOptions | None = None) -> pb.GenerateRequest:
-    """Return the request for a text, token ids, or messages: `{"role": ..., "content": ...}` each, or as the contract
-    has them. Raises ValueError that names what does not fit."""
+    """Return the request for a text, token ids or messages, each `{"role": ..., "content": ...}` or a pb.Message.
+    Raises ValueError that names the invalid option."""
     request = pb.GenerateRequest()
     if isinstance(prompt, str):
         request.text = prompt
@@ -60,7 +60,7 @@ def make_request(prompt: Prompt, options: GenerateOptions | None = None) -> pb.G
 
 
 class EmbedOptions(TypedDict, total=False):
-    """Every option of an EmbedRequest. What is not given is the contract's default."""
+    """The options of an EmbedRequest. An option that is not given has the contract's default."""
 
     request_id: str
     model: str
@@ -72,7 +72,8 @@ class EmbedOptions(TypedDict, total=False):
 
 
 def make_embed_request(inputs: Sequence[str | Sequence[int]], options: EmbedOptions) -> pb.EmbedRequest:
-    """Return the request for the vectors of texts, or of token ids. Raises ValueError that names what does not fit."""
+    """Return the request for the vectors of texts or lists of token ids. Raises ValueError that names the invalid
+    option."""
     if isinstance(inputs, str):
         raise ValueError("inputs: give a list of texts, or of lists of token ids")
     request = pb.EmbedRequest()
@@ -86,7 +87,7 @@ def make_embed_request(inputs: Sequence[str | Sequence[int]], options: EmbedOpti
 
 
 class ScoreOptions(TypedDict, total=False):
-    """Every option of a ScoreRequest. What is not given is the contract's default."""
+    """The options of a ScoreRequest. An option that is not given has the contract's default."""
 
     request_id: str
     model: str
@@ -96,7 +97,7 @@ class ScoreOptions(TypedDict, total=False):
 
 
 def make_score_request(query: str, documents: Sequence[str], options: ScoreOptions) -> pb.ScoreRequest:
-    """Return the request for how well documents answer a query. Raises ValueError that names what does not fit."""
+    """Return the request for how well documents answer a query. Raises ValueError that names the invalid option."""
     request = pb.ScoreRequest()
     _set(request, "query", query)
     _set(request, "documents", documents)
@@ -112,14 +113,15 @@ def make_tokenize_request(prompt: str | ChatMessages, model: str) -> pb.Tokenize
 
 
 def is_chat(prompt: Prompt) -> TypeGuard[ChatMessages]:
-    """Return whether a prompt is messages."""
-    if isinstance(prompt, (pb.Messages, pb.Message, Mapping)):  # a single message is none, and refused as that
+    """Return whether a prompt consists of messages."""
+    # a single message is refused later, with a message that says so
+    if isinstance(prompt, (pb.Messages, pb.Message, Mapping)):
         return True
     return not isinstance(prompt, str) and len(prompt) > 0 and isinstance(prompt[0], (pb.Message, Mapping))
 
 
 def to_messages(messages: ChatMessages) -> pb.Messages:
-    """Return messages as the contract has them. Raises ValueError."""
+    """Return messages as a pb.Messages. Raises ValueError."""
     if isinstance(messages, pb.Messages):
         return messages
     if isinstance(messages, (str, bytes, pb.Message, Mapping)):
@@ -134,7 +136,7 @@ def to_messages(messages: ChatMessages) -> pb.Messages:
 
 
 def _token_ids(name: str, ids: Any) -> pb.TokenIds:
-    if isinstance(ids, bytes):  # each of which would be one
+    if isinstance(ids, bytes):  # each byte would become a token id
         raise ValueError(f"{name}: give a text, not bytes")
     try:
         return pb.TokenIds(ids=ids)
@@ -143,7 +145,7 @@ def _token_ids(name: str, ids: Any) -> pb.TokenIds:
 
 
 def _owner(request: pb.GenerateRequest, name: str) -> Any:
-    """Return the message that has the option `name`. Raises ValueError."""
+    """Return the message that has the field `name`. Raises ValueError."""
     if name in GenerateOptions.__annotations__:
         for message, field in ((request, None), (pb.Sampling, "sampling"), (pb.Stopping, "stopping")):
             if name in message.DESCRIPTOR.fields_by_name:
@@ -159,7 +161,8 @@ def _set_all(request: Any, options: Mapping[str, Any], known: Mapping[str, Any])
 
 
 def _set(message: Any, name: str, value: Any) -> None:
-    if isinstance(value, (str, bytes)) and hasattr(getattr(message, name), "extend"):  # which would take each character
+    # extend() would take each character of a text
+    if isinstance(value, (str, bytes)) and hasattr(getattr(message, name), "extend"):
         raise ValueError(f"{name}: give a list, not one text")
     try:
         message.MergeFrom(type(message)(**{name: value}))

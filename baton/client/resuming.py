@@ -1,4 +1,4 @@
-"""What a client has of a stream, and the request that continues behind it."""
+"""What a client has received of a stream, and the request for the rest."""
 
 import secrets
 import uuid
@@ -9,8 +9,8 @@ from baton.v1 import inference_pb2 as pb
 
 
 def make_resumable(request: pb.GenerateRequest) -> pb.GenerateRequest:
-    """Return a copy with a request_id and a seed of our own where there are none: what a lost gateway would have drawn.
-    A request that continues an answer needs those of that answer, and others would hide that they are missing."""
+    """Return a copy with a request_id and a seed, drawn here if absent: a lost gateway would have drawn them. A request
+    that continues an answer must have those of that answer, so none are drawn for it."""
     copy = pb.GenerateRequest()
     copy.CopyFrom(request)
     if request.resume_from:
@@ -23,10 +23,10 @@ def make_resumable(request: pb.GenerateRequest) -> pb.GenerateRequest:
 
 
 class Received:
-    """The tokens of one answer that have come, over all its streams."""
+    """The tokens of one answer that have arrived, over all its streams."""
 
     def __init__(self, request: pb.GenerateRequest):
-        """`request`: resumable."""
+        """Start with nothing received. `request` must be resumable."""
         self._request = request
         num_choices = request.sampling.n if request.sampling.HasField("n") else 1
         self._num_tokens = list(request.resume_from) or [0] * num_choices
@@ -34,7 +34,7 @@ class Received:
         self._begun = False
 
     def rest(self) -> pb.GenerateRequest:
-        """Return the request for what has not come yet."""
+        """Return the request for the tokens that have not arrived."""
         rest = pb.GenerateRequest()
         rest.CopyFrom(self._request)
         del rest.resume_from[:]
@@ -42,13 +42,13 @@ class Received:
         return rest
 
     def may_go_on(self, error: CallError) -> bool:
-        """Return whether the rest may follow what has come: not once the gateway could not continue the answer alike.
-        It would compute another one, and leave out as many of its tokens."""
+        """Return whether the rest may follow what has arrived. It may not once the gateway reports that its
+        continuation DIVERGED: it would compute another answer and skip as many of its tokens."""
         return error.reason != "DIVERGED" or not any(self._num_tokens)
 
     def take(self, message: pb.GenerateResponse, is_resumed: bool) -> bool:
-        """Count a message; return whether it is for the caller. A resumed stream repeats the ends of
-        choices, and what is on the first message."""
+        """Count a message; return whether the caller should get it. A resumed stream repeats the fields of the first
+        message and the ends of choices, which are removed here."""
         index = message.index
         if index >= len(self._num_tokens):
             return True
@@ -66,8 +66,7 @@ class Received:
 
 
 class ResumingStream:
-    """What the blocking stream and that of asyncio have in common: what has come of the answer, and when the rest is
-    asked for."""
+    """What the blocking and the asyncio stream share: the tokens that have arrived, and when the rest is requested."""
 
     def __init__(self, request: pb.GenerateRequest, attempts: Attempts, resumes: bool):
         self._attempts = attempts
@@ -76,23 +75,23 @@ class ResumingStream:
 
     @property
     def request_id(self) -> str:
-        """The name of the request; empty where the gateway draws it."""
+        """The id of the request; empty if the gateway draws it."""
         return self._request.request_id
 
     @property
     def num_resumed(self) -> int:
-        """Return how often the stream broke and was taken up again."""
+        """How often the stream broke and was resumed."""
         return self._attempts.num - 1
 
     def _take(self, message: pb.GenerateResponse) -> bool:
-        """Count a message; return whether it is for the caller."""
+        """Count a message; return whether the caller should get it."""
         if self._received is None:
             return True
         self._attempts.progressed()
         return self._received.take(message, is_resumed=self._attempts.num > 1)
 
     def _rest_after(self, error: CallError) -> tuple[pb.GenerateRequest, float]:
-        """Return the request for the rest, and the pause before it. Raises `error` where that cannot help."""
+        """Return the request for the rest, and the pause before it. Raises `error` if a retry cannot help."""
         pause_s = self._attempts.pause_s(error)
         if self._received is None or not self._received.may_go_on(error):
             raise error

@@ -1,4 +1,4 @@
-"""Whether a call that failed is sent again, when, and to which address."""
+"""Decide whether a failed call is sent again, when, and to which address."""
 
 import random
 import threading
@@ -12,15 +12,16 @@ import grpc
 
 from baton.client.errors import CallError
 
-_SPREAD = 0.2  # of a pause that a gateway asks for: clients that were refused together come back apart
+# of a pause that a gateway asks for, so that clients that were refused together return at different times
+_SPREAD = 0.2
 
 
 @dataclass(frozen=True)
 class RetryPolicy:
-    """How often a call is sent again that failed for a reason that passes. `max_attempts` counts those in a row that
-    brought nothing: 1 sends once. Pauses double from the first to the longest, unless the gateway names one.
-    `counts_refusals` False: a call that a gateway refuses for now is sent again until its timeout; only attempts that
-    nobody answers count."""
+    """How often a call is retried after an error that may pass. `max_attempts` counts consecutive attempts without
+    progress: 1 sends once. Pauses double from the first to the longest, unless the gateway asks for one. With
+    `counts_refusals` False, a call that gateways refuse for now is retried until its timeout; only attempts without an
+    answer count."""
 
     max_attempts: int = 10
     first_pause_s: float = 0.05
@@ -29,7 +30,7 @@ class RetryPolicy:
 
     @property
     def resends(self) -> bool:
-        """Return whether anything is sent twice."""
+        """Whether a call may be sent more than once."""
         return self.max_attempts > 1
 
 
@@ -37,25 +38,25 @@ NO_RETRIES = RetryPolicy(max_attempts=1)
 
 
 class Attempts:
-    """The attempts of one call, all within one timeout."""
+    """The attempts of one call, within one timeout."""
 
     def __init__(self, policy: RetryPolicy, timeout_s: float | None):
         self._policy = policy
         self._deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        self._num_failed = 0  # in a row
+        self._num_failed = 0  # consecutive
         self.num = 1
 
     @property
     def left_s(self) -> float | None:
-        """Seconds until the deadline; None: there is none."""
+        """Seconds until the deadline; None without one."""
         return None if self._deadline is None else max(0.0, self._deadline - time.monotonic())
 
     def progressed(self) -> None:
-        """Note that an attempt brought something, or an answer that does not count."""
+        """Record progress: the stream delivered something, or the gateway gave an answer that does not count."""
         self._num_failed = 0
 
     def pause_s(self, error: CallError) -> float:
-        """Return how long to wait before the next attempt. Raises `error` if there is none."""
+        """Return how long to wait before the next attempt, in seconds. Raises `error` if there is none."""
         if not self._passes(error):
             raise error
         policy = self._policy
@@ -75,10 +76,10 @@ class Attempts:
         return pause_s
 
     def _passes(self, error: CallError) -> bool:
-        """Return whether the same call may succeed later: nobody was there, or it was refused for now. Work that was
-        begun and lost is no reason against it: it has no effect beside its answer."""
+        """Return whether the same call may succeed later: no gateway answered, or it refused the call for now. It is
+        safe to repeat work that was begun and lost, since its only effect is its answer."""
         code = error.code()
-        if code is grpc.StatusCode.ALREADY_EXISTS:  # our own last attempt, which the gateway still takes for alive
+        if code is grpc.StatusCode.ALREADY_EXISTS:  # our own previous attempt, which the gateway still takes for alive
             return self.num > 1 and error.reason == "REQUEST_ID_IN_USE"
         if code is grpc.StatusCode.RESOURCE_EXHAUSTED:
             return error.retry_after_s is not None
@@ -86,9 +87,8 @@ class Attempts:
 
 
 def is_gone(error: CallError) -> bool:
-    """Return whether nobody is there. Without a reason CANCELLED is gRPC's own word: a server that shuts down says it
-    of calls that it has not begun; and so is INTERNAL with RST_STREAM, by which a proxy ends a stream whose gateway
-    died."""
+    """Return whether no gateway answered. Without a reason, CANCELLED is gRPC's own status for calls that a stopping
+    server has not begun, and INTERNAL with RST_STREAM is how a proxy ends a stream whose gateway died."""
     code = error.code()
     if code is grpc.StatusCode.INTERNAL:
         return not error.reason and "RST_STREAM" in error.message
@@ -99,28 +99,29 @@ OpenT = TypeVar("OpenT")
 
 
 class Settable(Protocol):
-    """An Event, of threading or of asyncio."""
+    """An Event of threading or of asyncio."""
 
     def set(self) -> None: ...
 
 
 class Addresses(Generic[OpenT]):
-    """Gateways of which any will do: one, drawn at random, is kept until it fails, then the next. Threads may share
-    it."""
+    """Gateways of which any will do. One, drawn at random, is used until it fails, then the next. Threads may share the
+    object."""
 
     def __init__(self, target: str | Sequence[str], open_one: Callable[[str], OpenT]):
-        """`target`: host:port, several with commas between or as a sequence. Raises ValueError."""
+        """Parse `target`: host:port, several with commas between or as a sequence. Raises ValueError."""
         parts = target.split(",") if isinstance(target, str) else target
         self.targets = tuple(part.strip() for part in parts if part.strip())
         if not self.targets:
             raise ValueError("no address: give host:port")
         self._open_one, self._opened = open_one, dict[int, OpenT]()
-        self._current = random.randrange(len(self.targets))  # clients that are told alike do not all ask one
+        # so that clients with the same list do not all ask the same gateway
+        self._current = random.randrange(len(self.targets))
         self._is_closed, self._lock = False, threading.Lock()
         self._pauses = set[Settable]()
 
     def current(self) -> tuple[int, OpenT]:
-        """Return the address to ask, by number, and what is open to it. Raises CallError once they are closed."""
+        """Return the index of the current address, and what is open to it. Raises CallError after close()."""
         with self._lock:
             if self._is_closed:
                 raise CallError(grpc.StatusCode.CANCELLED, "this client is closed")
@@ -130,13 +131,13 @@ class Addresses(Generic[OpenT]):
             return index, self._opened[index]
 
     def leave(self, index: int, error: CallError) -> None:
-        """Ask the next address from now on, if nobody answers at this one and no other call has left it already."""
+        """Use the next address from now on, if this one did not answer and no other call has left it already."""
         if is_gone(error) and index == self._current:
             self._current = (index + 1) % len(self.targets)
 
     @contextmanager
     def ending(self, pause: Settable) -> Generator[None]:
-        """Have `close()` set what a call waits for before it is sent again; it is set at once where they are closed."""
+        """Let `close()` set the event on which a call waits before its retry; set it now if already closed."""
         with self._lock:
             self._pauses.add(pause)
             if self._is_closed:
@@ -148,7 +149,7 @@ class Addresses(Generic[OpenT]):
                 self._pauses.discard(pause)
 
     def close(self) -> list[OpenT]:
-        """Open nothing any more, end all pauses, and return all that was opened."""
+        """Open nothing more, end all pauses, and return everything that was opened."""
         with self._lock:
             self._is_closed = True
             for pause in self._pauses:

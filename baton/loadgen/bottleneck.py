@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from baton.loadgen.outcome import Outcome
 from baton.service.observe.bottleneck import SENDER_LEVER, Bottleneck, PromptFacts, bottleneck_of, worded
 
-BUSY_SENDER = 0.9  # of a core: the sender is as fast as it can be
-FREE_SENDER = 0.5  # with less it is not its own work that makes it late
+BUSY_SENDER = 0.9  # of a core: above it the sender is at its limit
+FREE_SENDER = 0.5  # below it, its own work is not what makes it late
 
 
 def name_bottleneck(answered: Sequence[Outcome], sender_cpu_share: float, lag_p99_s: float) -> Bottleneck:
-    """`lag_p99_s`: 0 unless the sender was too late to count."""
+    """Return the bottleneck of a run. `lag_p99_s` is 0 unless the sender was late enough to matter."""
     if lag_p99_s or sender_cpu_share > BUSY_SENDER:
         late = f", {1e3 * lag_p99_s:.0f} ms late at p99" if lag_p99_s else ""
         what = "is the limit" if sender_cpu_share > FREE_SENDER else "does not get a core when it wants one"
@@ -20,7 +20,7 @@ def name_bottleneck(answered: Sequence[Outcome], sender_cpu_share: float, lag_p9
     spent_s = Counter[str]()
     for outcome in answered:
         spent_s.update(outcome.bound_s)
-    if answered and not spent_s:  # a server of OpenAI's API
+    if answered and not spent_s:  # a server of OpenAI's API reports no phases
         share = sum(outcome.ttft_s for outcome in answered) / sum(outcome.e2e_s for outcome in answered)
         sentence = f"{share:.0%} of the answered requests' time was before the first token; the server tells no phases."
         return Bottleneck("nothing", sentence)

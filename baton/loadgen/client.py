@@ -1,4 +1,4 @@
-"""Send jobs to a server at their times, or N at a time, and note the outcome of each."""
+"""Send jobs to a server at their times, or a fixed number concurrently, and record the outcome of each."""
 
 import asyncio
 import time
@@ -21,7 +21,7 @@ _UNTIL_SERVED = RetryPolicy(max_attempts=1000)
 
 
 async def model_info(target: str, access: Access = Access(), model: str = "") -> pb.GetModelInfoResponse:
-    """Ask for a model, whose name may be left out where one is served. Raises Unreachable."""
+    """Return the properties of a model, whose name may be omitted if the gateway serves one. Raises Unreachable."""
     async with AsyncClient(target, timeout_s=5, retry=NO_RETRIES, **access.for_client()) as client:
         try:
             return await client.model_info(model)
@@ -30,7 +30,8 @@ async def model_info(target: str, access: Access = Access(), model: str = "") ->
 
 
 class GrpcBackend:
-    """Generate of a gateway, over one channel. A request is sent once, so that what is measured is the gateway's."""
+    """Calls Generate of a gateway over one channel. A request is sent once by default, so that the gateway alone is
+    measured."""
 
     def __init__(self, plan: RunPlan):
         self._plan = plan
@@ -67,8 +68,8 @@ class GrpcBackend:
 
 
 class Sender:
-    """One channel and its requests: `prepare`, then `open` or `closed`, whose `begin` is time.monotonic() of the run's
-    start, the same for all senders; now, if not given. Needs a running event loop."""
+    """One channel and its requests: call `prepare`, then `open` or `closed`. Their `begin` is the start of the run
+    (monotonic), the same for all senders; now if not given. Needs a running event loop."""
 
     def __init__(self, plan: RunPlan, on_end: Callable[[Latencies], object] = lambda latencies: None):
         self._plan, self._on_end = plan, on_end
@@ -79,7 +80,7 @@ class Sender:
         await self._backend.close()
 
     def prepare(self, jobs: Sequence[Job]) -> None:
-        """Makes the first requests before the run: one costs a tenth of a whole call of eight messages."""
+        """Make the first requests before the run: making one takes a tenth of a whole call of eight messages."""
         num_tokens = 0
         for job in jobs:
             num_tokens += job.num_prompt
@@ -90,12 +91,12 @@ class Sender:
     async def open(
         self, jobs: Sequence[Job], begin: float | None = None, ended: list[Outcome] | None = None
     ) -> list[Outcome]:
-        """Send each job at its time, whatever the others do, wait for all and return their outcomes, in the order of
-        their ends. `ended`: the list that fills meanwhile."""
+        """Send each job at its time, regardless of the others, and wait for all. Return the outcomes in the order in
+        which they ended; `ended` is the list that fills meanwhile."""
         begin, ended = time.monotonic() if begin is None else begin, [] if ended is None else ended
         running: list[asyncio.Task[None]] = []
         for job in jobs:
-            request = self._request(job)  # before its time, not at it
+            request = self._request(job)  # made before its time, not at it
             await asyncio.sleep(begin + job.at_s - time.monotonic())
             running.append(asyncio.create_task(self._one(job, request, begin, job.at_s, ended)))
         await asyncio.gather(*running)
@@ -104,7 +105,7 @@ class Sender:
     async def closed(
         self, jobs: Sequence[Job], concurrency: int, begin: float | None = None, ended: list[Outcome] | None = None
     ) -> list[Outcome]:
-        """Send `concurrency` jobs at a time, the next when one has ended. Else as `open`."""
+        """Send `concurrency` jobs at a time, the next as one ends. Otherwise as `open`."""
         begin, ended = time.monotonic() if begin is None else begin, [] if ended is None else ended
         waiting = iter(jobs)
 
@@ -133,7 +134,7 @@ class Sender:
                     longest_gap = at - last
                 last, num_messages = at, num_messages + 1
                 outcome.num_output += num_tokens
-            if not num_messages:  # an answer without text: its first sign is its end
+            if not num_messages:  # an answer without text: its end counts as its first token
                 first = last = clock() - begin
         except CallFailed as failed:
             outcome.status, outcome.reason = failed.status, failed.reason

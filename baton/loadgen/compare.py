@@ -1,4 +1,4 @@
-"""Compare two runs: each figure side by side, and how sure the ratio of both is."""
+"""Compare two runs: their figures side by side, with a confidence interval of the ratios."""
 
 import csv
 import html
@@ -13,7 +13,7 @@ from baton.loadgen import plot
 from baton.loadgen.report import STYLE
 from baton.loadgen.summary import percentile
 
-_NUM_RESAMPLES, _NUM_PARTS = 1000, 20  # of a run: its rates are drawn from so many equal parts of it
+_NUM_RESAMPLES, _NUM_PARTS = 1000, 20  # rates are resampled from this many equal parts of a run
 _LATENCIES = {
     "TTFT p50, ms": ("ttft_s", 50),
     "TTFT p99, ms": ("ttft_s", 99),
@@ -32,11 +32,11 @@ class RecordedRun:
     answered: Sequence[Mapping[str, str]]
 
     def latencies(self, column: str) -> list[float]:
-        """In milliseconds."""
+        """Return the latencies of a column in milliseconds."""
         return [1e3 * float(row[column]) for row in self.answered if row[column]]
 
     def parts(self, key: str) -> list[float]:
-        """The rate `key` of the summary in equal parts of the run."""
+        """Return the rate `key` of the summary in each of _NUM_PARTS equal parts of the run."""
         width_s = max(self.summary["duration_s"], 1e-9) / _NUM_PARTS
         counts = [0.0] * _NUM_PARTS
         for row in self.answered:
@@ -46,7 +46,7 @@ class RecordedRun:
 
 
 class Figure(NamedTuple):
-    """One figure of runs A and B; `low` to `high` holds 95 of 100 ratios B / A of resampled runs."""
+    """One figure of runs A and B. 95 % of the ratios B / A of resampled runs lie between `low` and `high`."""
 
     name: str
     a: float | None
@@ -68,7 +68,7 @@ class Figure(NamedTuple):
 
 
 def read_run(folder: Path) -> RecordedRun:
-    """Raises ValueError naming the file that is none."""
+    """Read a run's folder. Raises ValueError that names the invalid file."""
     path = folder / "summary.json"
     try:
         summary = json.loads(path.read_text())
@@ -87,7 +87,7 @@ def read_run(folder: Path) -> RecordedRun:
 
 
 def figures(a: RecordedRun, b: RecordedRun) -> list[Figure]:
-    """Rates first, then latencies."""
+    """Return the figures of two runs: rates first, then latencies."""
     found = []
     for name, key in _RATES.items():
         interval = _interval(a.parts(key), b.parts(key), lambda parts: sum(parts) / len(parts))
@@ -107,8 +107,8 @@ def figures(a: RecordedRun, b: RecordedRun) -> list[Figure]:
 def _interval(
     a: Sequence[float], b: Sequence[float], point: Callable[[Sequence[float]], float]
 ) -> tuple[float, float] | tuple[None, None]:
-    """Return the bootstrap interval of point(b) / point(a): the middle 95 % of the ratios of runs drawn from both, with
-    replacement. The same for the same runs."""
+    """Return the bootstrap interval of point(b) / point(a): the middle 95 % of the ratios of runs drawn from both with
+    replacement. The result depends on the runs only."""
     rng = random.Random(0)
     ratios = []
     for _ in range(_NUM_RESAMPLES):
@@ -120,7 +120,7 @@ def _interval(
 
 
 def compared(a: RecordedRun, b: RecordedRun) -> str:
-    """Lines for the terminal."""
+    """Return the comparison as lines for the terminal."""
     lines = [f"{'':22}{'A':>12}{'B':>12}{'B / A':>9}  95 % interval"]
     for figure in figures(a, b):
         cells = "".join(f"{value:12.2f}" if value is not None else f"{'-':>12}" for value in (figure.a, figure.b))
@@ -130,7 +130,7 @@ def compared(a: RecordedRun, b: RecordedRun) -> str:
 
 
 def compared_page(a: RecordedRun, b: RecordedRun) -> str:
-    """Return a page that needs nothing beside it."""
+    """Return the comparison as one self-contained HTML page."""
     rows = "".join(
         f"<tr><td>{figure.name}</td><td>{_cell(figure.a)}</td><td>{_cell(figure.b)}</td><td>{_cell(figure.ratio)}</td>"
         f"<td>{_range(figure)}</td></tr>"

@@ -1,4 +1,4 @@
-"""Send jobs to any server of OpenAI's HTTP API, as streams of /completions; one connection a running request."""
+"""Send jobs to any server of OpenAI's HTTP API as streamed /completions, with one connection per running request."""
 
 import asyncio
 import json
@@ -16,7 +16,8 @@ from baton.loadgen.workload import FIRST_TOKEN, Job, prompt_ids
 from baton.service.logs import printable
 from baton.service.security.access import Access
 
-# One token each, with the space before it, in the vocabularies of most models: how the server splits text is not known.
+# Words that, with the space before them, are one token each in the vocabularies of most models; the server's tokenizer
+# is not known.
 _FREQUENT = """
 the of and to in is for on that by this with you it not or be are from at as your all have new more an was we will
 home can us about if page my has search free but our one other do no information time they site he up may what
@@ -29,14 +30,14 @@ _INFO_S, _READ_BYTES, _MOST_OF_AN_ERROR = 10.0, 1 << 16, 4096
 
 @dataclass(frozen=True)
 class OpenAIInfo:
-    """What a server says of itself; `context` None where it does not."""
+    """What a server says of its model; `context` is None if it does not say."""
 
     server: OpenAIServer
     context: int | None
 
 
 async def openai_info(url: str, model: str | None, access: Access) -> OpenAIInfo:
-    """Ask for the models (`model` None: the first is taken) and for one token. Raises Unreachable."""
+    """Ask the server for its models (`model` None: take the first) and for one token. Raises Unreachable."""
     if not (parts := urlsplit(url)).hostname or parts.scheme not in ("http", "https"):
         raise Unreachable(f"--openai {url}: give the address of an API, such as http://127.0.0.1:8000/v1")
     client = _Client(url, access)
@@ -52,7 +53,7 @@ async def openai_info(url: str, model: str | None, access: Access) -> OpenAIInfo
             try:
                 await client.whole("POST", "/completions", body, _INFO_S)
                 break
-            except CallFailed as failed:  # the field is not OpenAI's own
+            except CallFailed as failed:  # the field is an extension of OpenAI's API
                 if not ignores_eos or failed.status not in ("HTTP 400", "HTTP 422"):
                     raise
         context = known[name].get("max_model_len")
@@ -66,7 +67,8 @@ async def openai_info(url: str, model: str | None, access: Access) -> OpenAIInfo
 
 
 class OpenAIBackend:
-    """Prompts are words, as many as the job has tokens; the counts of tokens are those that the server tells."""
+    """Calls a server of OpenAI's API. A prompt is as many words as the job has tokens; token counts are the
+    server's."""
 
     def __init__(self, plan: RunPlan, server: OpenAIServer):
         self._plan, self._server = plan, server
@@ -81,7 +83,8 @@ class OpenAIBackend:
         return _body(self._server, prompt, job.num_output, stream=True)
 
     async def stream(self, request: bytes, outcome: Outcome) -> AsyncIterator[int]:
-        """Yield 1 for each event with text, and at the end the tokens that were in none of their own."""
+        """Yield 1 for each event with text. At the end, the tokens that had no event of their own are added to the
+        outcome."""
         num_events, usage = 0, None
         async for event in self._events(request):
             if "error" in event:
@@ -97,7 +100,7 @@ class OpenAIBackend:
                 outcome.num_output += more
 
     async def _events(self, request: bytes) -> AsyncIterator[dict[str, Any]]:
-        """Yield all events of a stream that comes to its end. Raises CallFailed."""
+        """Yield all events of a stream. Raises CallFailed, also if the stream does not end with [DONE]."""
         is_done, is_stream, first = False, False, b""
         async for line in self._client.lines("POST", "/completions", request, self._plan.timeout_s):
             if not line.startswith(b"data:"):
@@ -115,7 +118,7 @@ class OpenAIBackend:
 
 
 def _event_of(data: bytes) -> dict[str, Any]:
-    """Raises CallFailed."""
+    """Parse an event. Raises CallFailed."""
     try:
         event = json.loads(data)
     except ValueError:
@@ -135,12 +138,12 @@ def _body(server: OpenAIServer, prompt: str, max_tokens: int, *, stream: bool) -
 
 
 class _Client:
-    """Calls below one URL. Raises CallFailed alone."""
+    """Calls below one URL. The only exception it raises is CallFailed."""
 
     def __init__(self, url: str, access: Access):
         parts: SplitResult = urlsplit(url)
         self._host, self._path = parts.hostname or "", parts.path.rstrip("/") or "/v1"
-        self._query = f"?{parts.query}" if parts.query else ""  # such as a version that some want with every call
+        self._query = f"?{parts.query}" if parts.query else ""  # some APIs want a version with every call
         self._tls = ssl.create_default_context(cafile=access.tls_ca) if parts.scheme == "https" else None
         self._port = parts.port or (443 if self._tls else 80)
         lines = [f"host: {parts.netloc.rpartition('@')[2]}", "content-type: application/json", "accept: */*"]
@@ -155,7 +158,7 @@ class _Client:
         return b"\n".join([line async for line in self.lines(method, path, body, timeout_s)])
 
     async def lines(self, method: str, path: str, body: bytes | None, timeout_s: float) -> AsyncIterator[bytes]:
-        """Yield the answer's lines as they come."""
+        """Yield the lines of the answer as they arrive."""
         head = f"{method} {self._path}{path}{self._query} HTTP/1.1\r\n{self._headers}"
         data = f"{head}\r\ncontent-length: {len(body or b'')}\r\n\r\n".encode() + (body or b"")
         timer, connection = None, None
@@ -188,8 +191,7 @@ class _Client:
                 connection.close()
 
     async def _connected(self, data: bytes, timeout_s: float) -> "_Connection":
-        """Return a connection on which the request has been sent: a free one, which its server may have closed, or a
-        new one."""
+        """Return a connection on which the request has been sent: an idle one that is still open, or a new one."""
         while self._free:
             connection = self._free.pop()
             if not connection.is_closed:
@@ -204,7 +206,7 @@ class _Client:
 
 
 class _Connection:
-    """One connection, one exchange at a time; its parser calls the methods on_*."""
+    """One connection with one exchange at a time; its parser calls the methods on_*."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter):
         self._reader, self._writer = reader, writer
@@ -228,7 +230,7 @@ class _Connection:
         self._writer.write(data)
 
     async def pieces(self) -> AsyncIterator[bytes]:
-        """Yield the body as it comes. Raises OSError, HttpParserError."""
+        """Yield the body as it arrives. Raises OSError, HttpParserError."""
         while not self._is_complete:
             data = await self._reader.read(_READ_BYTES)
             if not data:
@@ -248,4 +250,4 @@ class _Connection:
         self._bodies.append(body)
 
     def on_message_complete(self) -> None:
-        self._is_complete, self.keeps_alive = True, self._parser.should_keep_alive()  # known here alone
+        self._is_complete, self.keeps_alive = True, self._parser.should_keep_alive()  # known only here

@@ -5,7 +5,8 @@ from typing import NamedTuple
 
 
 class Latencies(NamedTuple):
-    """What the progress of a run tells of a request that has ended; `tpot_s` None for one token, both None for none."""
+    """The latencies of a request that has ended, for the progress line; `tpot_s` is None after a single token, both are
+    None after a failure."""
 
     ttft_s: float | None
     tpot_s: float | None
@@ -13,7 +14,7 @@ class Latencies(NamedTuple):
 
 @dataclass(slots=True)
 class Outcome:
-    """Times are seconds after the run's start. Latencies count from the intended arrival: a sender that is late does
+    """Times are seconds after the run's start. Latencies count from the intended arrival, so that a late sender does
     not make the server look fast."""
 
     index: int
@@ -28,9 +29,9 @@ class Outcome:
     longest_gap_s: float = 0.0  # between two messages
     status: str = "OK"  # a gRPC status code
     reason: str = ""
-    token_ids: list[int] = field(default_factory=list)  # where they are kept
-    phases_s: dict[str, float] = field(default_factory=dict)  # as the reply's timing says; PHASES and transfer
-    bound_s: dict[str, float] = field(default_factory=dict)  # likewise: seconds by what was waited for
+    token_ids: list[int] = field(default_factory=list)  # if the plan keeps them
+    phases_s: dict[str, float] = field(default_factory=dict)  # from the reply's timing: PHASES and transfer
+    bound_s: dict[str, float] = field(default_factory=dict)  # from the reply's timing: seconds by what was waited for
 
     @property
     def ok(self) -> bool:
@@ -42,7 +43,7 @@ class Outcome:
 
     @property
     def lag_s(self) -> float:
-        """Return how many seconds after its planned time the request was sent."""
+        """Seconds from the intended to the actual sending."""
         return self.sent_s - self.intended_s
 
     @property
@@ -55,10 +56,11 @@ class Outcome:
 
     @property
     def decode_s(self) -> float:
-        """After the second message only steps are left. The transfer runs beside the phases and is not one of them."""
+        """Seconds after the second message, when only decode steps are left. The transfer overlaps the phases and is
+        not one."""
         return max(0.0, self.e2e_s - sum(value for phase, value in self.phases_s.items() if phase != "transfer"))
 
     @property
     def tpot_s(self) -> float | None:
-        """Seconds per token after the first; None for one token."""
+        """Seconds per token after the first; None for a single token."""
         return (self.last_s - self.first_s) / (self.num_output - 1) if self.num_output > 1 else None

@@ -1,5 +1,5 @@
-"""Say how jobs are sent, to which server, how many at once and as whom; and what is asked of the API that they go
-to."""
+"""How jobs are sent: to which server, how many concurrently and with which credentials; and the interface of the
+APIs."""
 
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
@@ -12,8 +12,8 @@ from baton.service.security.access import Access
 
 @dataclass(frozen=True)
 class OpenAIServer:
-    """A server of OpenAI's API below `url`, and the model that is asked. `ignores_eos`: it takes `ignore_eos`, vLLM's
-    word for answers that are as long as they are asked to be."""
+    """A server of OpenAI's API at `url`, and the model to ask. `ignores_eos`: it accepts `ignore_eos`, vLLM's field for
+    answers of exactly the requested length."""
 
     url: str
     model: str
@@ -22,7 +22,7 @@ class OpenAIServer:
 
 @dataclass(frozen=True)
 class RunPlan:
-    """`concurrency` None: an open loop, each job at its time."""
+    """How to send jobs. `concurrency` None means an open loop, with each job at its time."""
 
     target: str
     vocab_size: int
@@ -31,19 +31,19 @@ class RunPlan:
     timeout_s: float = 120.0
     seed: int = 0
     access: Access = Access()
-    model: str = ""  # of the gateway's; empty: the only one
-    slo_class: str = ""  # that requests name; empty: none
-    retries: bool = False  # sends again what is refused for now, after the pause that the refusal asks for
-    openai: OpenAIServer | None = None  # instead of the gateway at `target`
-    keeps_tokens: bool = False  # outcomes have the token ids that came
+    model: str = ""  # of the gateway; empty: its only one
+    slo_class: str = ""  # of all requests; empty: none
+    retries: bool = False  # sends a refused request again after the pause that the refusal asks for
+    openai: OpenAIServer | None = None  # replaces the gateway at `target`
+    keeps_tokens: bool = False  # outcomes keep the token ids of the answer
 
 
 class Unreachable(Exception):
-    """One line: nothing answers, or not as it should."""
+    """The server does not answer, or not as expected; one line."""
 
 
 class CallFailed(Exception):
-    """A call ended badly: its status, a gRPC code or HTTP and a number, and the reason."""
+    """A call failed: its status (a gRPC code, or HTTP and a number) and the reason."""
 
     def __init__(self, status: str, reason: str):
         super().__init__(f"{status}: {reason}")
@@ -51,12 +51,12 @@ class CallFailed(Exception):
 
 
 class Backend(Protocol):
-    """Calls of one API. `make` before a request's time, `stream` at it."""
+    """Calls of one API. `make` is called before a request's time, `stream` at it."""
 
     def make(self, job: Job) -> Any: ...
 
     def stream(self, request: Any, outcome: Outcome) -> AsyncIterator[int]:
-        """Send the request and yield how many tokens each message has; usage and phases go into `outcome`. Raises
+        """Send the request and yield the number of tokens of each message; record usage and phases in `outcome`. Raises
         CallFailed."""
         ...
 

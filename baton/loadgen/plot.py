@@ -1,4 +1,4 @@
-"""Small plots as inline SVG: no script, no font, no file beside the page."""
+"""Small plots as inline SVG, without scripts, fonts or files beside the page."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -7,14 +7,15 @@ from html import escape
 WIDTH, HEIGHT, LEFT, BOTTOM, TOP = 460, 220, 52, 34, 12
 COLORS = ("#2563eb", "#d97706", "#059669", "#dc2626", "#7c3aed", "#0891b2", "#be185d", "#65a30d", "#475569", "#a16207",
           "#6ee7b7")  # fmt: skip
-RIGHT = 18  # half of the last tick's number
+RIGHT = 18  # half the width of the last tick's number
 _PLOT_W, _PLOT_H = WIDTH - LEFT - RIGHT, HEIGHT - BOTTOM - TOP
 NO_MARKS: Mapping[str, float] = {}
-_HEADROOM = 1.04  # beyond the largest value: a mark there can be read
+_HEADROOM = 1.04  # above the largest value, so that a mark there can be read
 
 
 def distribution(series: Mapping[str, Sequence[float]], unit: str, marks: Mapping[str, float]) -> str:
-    """Cumulative share over a value, one line a series; `marks` are upright lines, an SLO for instance."""
+    """Return a plot of cumulative shares over values, one line per series. `marks` are vertical lines, for instance an
+    SLO."""
     values = [value for each in series.values() for value in each] + list(marks.values())
     if not values:
         return _nothing()
@@ -35,7 +36,7 @@ def distribution(series: Mapping[str, Sequence[float]], unit: str, marks: Mappin
 
 
 def points(series: Mapping[str, Sequence[tuple[float, float]]], x_unit: str, y_unit: str) -> str:
-    """A dot a pair (x, y)."""
+    """Return a plot with a dot for each pair (x, y)."""
     pairs = [pair for each in series.values() for pair in each]
     if not pairs:
         return _nothing()
@@ -51,7 +52,7 @@ def points(series: Mapping[str, Sequence[tuple[float, float]]], x_unit: str, y_u
 def curves(
     series: Mapping[str, Sequence[tuple[float, float]]], x_unit: str, y_unit: str, marks: Mapping[str, float] = NO_MARKS
 ) -> str:
-    """A line with dots a series; `marks` are upright lines."""
+    """Return a plot with a dotted line for each series. `marks` are vertical lines."""
     pairs = [pair for each in series.values() for pair in each]
     if not pairs:
         return _nothing()
@@ -62,7 +63,7 @@ def curves(
 
 
 def stack(parts: Mapping[str, float], unit: str, colors: Mapping[str, str]) -> str:
-    """One bar of parts, one after the other, with a legend that names each."""
+    """Return one horizontal bar of parts, with a legend."""
     total = sum(parts.values())
     if not total:
         return _nothing()
@@ -112,7 +113,7 @@ def _frame(inside: Sequence[str], xs, ys, x_unit: str, y_unit: str, names: Seque
 
 
 def _ticks(low: float, high: float) -> list[float]:
-    """Four to eight round values."""
+    """Return four to eight round values."""
     step = 10 ** math.floor(math.log10((high - low) / 4))
     step *= next(factor for factor in (1, 2, 5, 10) if (high - low) / (step * factor) <= 8)
     first = math.ceil(low / step)

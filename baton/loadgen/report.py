@@ -1,4 +1,4 @@
-"""report.html: one page that needs nothing beside it."""
+"""report.html: one self-contained page."""
 
 import html
 from collections import Counter
@@ -24,7 +24,7 @@ td:first-child,th:first-child{text-align:left}.legend{font-size:12px;color:#3741
 
 
 def page(summary: Mapping, outcomes: Sequence[Outcome], sweep: Sequence[Mapping]) -> str:
-    """`sweep`: summaries by rate, of which `summary` is one; empty without a sweep."""
+    """Return the page. `sweep` has the summaries of all steps, including `summary`; empty without a sweep."""
     answered = [outcome for outcome in outcomes if outcome.ok]
     marks = dict(part.split("=") for part in summary["slo"].split(",") if part)
     bounds = {name: {f"SLO {value}": float(value.removesuffix("ms"))} for name, value in marks.items()}
@@ -52,7 +52,7 @@ def page(summary: Mapping, outcomes: Sequence[Outcome], sweep: Sequence[Mapping]
 
 
 def _facts(summary: Mapping) -> str:
-    """Return what was measured, on what: target, model, shape of the requests, host and versions."""
+    """Return what was measured: target, model, shape of the requests, host and versions."""
     facts = (
         summary["target"],
         summary["date"],
@@ -65,7 +65,7 @@ def _facts(summary: Mapping) -> str:
 
 
 def verdict(summary: Mapping) -> str:
-    """The sentence that names the bound; of a run that does not count, that first."""
+    """Return the sentence that names the bottleneck; if the run is not valid, the reason comes first."""
     return ("" if summary["valid"] else f"{_void(summary)} ") + summary["bound"]["sentence"]
 
 
@@ -78,7 +78,7 @@ def _void(summary: Mapping) -> str:
 
 
 def late(summary: Mapping) -> str:
-    """Return how late requests were sent."""
+    """Return in words how late requests were sent."""
     return f"requests were sent {1e3 * summary['send_lag_p99_s']:.0f} ms late at p99"
 
 
@@ -103,7 +103,7 @@ def _figures(summary: Mapping) -> str:
 
 
 def _goodput(outcomes: Sequence[Outcome], objective: str) -> str:
-    """Ends a second, in thirty equal parts of the run."""
+    """Return a plot of requests per second in thirty equal parts of the run."""
     width_s = max((outcome.last_s for outcome in outcomes), default=0.0) / _NUM_PARTS or 1.0
     answered, slo = [outcome for outcome in outcomes if outcome.ok], parse_slo(objective) if objective else Slo()
     good = [outcome for outcome in answered if slo.met(outcome.ttft_s, outcome.tpot_s, outcome.e2e_s)]

@@ -1,4 +1,4 @@
-"""One run: jobs over one or several sender processes, and back as outcomes in order."""
+"""One run: send jobs from one or several processes, and return their outcomes in order."""
 
 import asyncio
 import contextlib
@@ -17,20 +17,20 @@ from baton.loadgen.plan import RunPlan
 from baton.loadgen.workload import Job, shares
 
 _HEAD_START_S = 0.2  # between the last process being ready and the first request
-_POLL_S = 0.1  # of what a sender process is told
-_STOPPED_S = 10.0  # until a sender process that was told to stop has
+_POLL_S = 0.1  # between two checks whether a sender process was told to stop
+_STOPPED_S = 10.0  # for a sender process to stop after it was told
 
 
 class SenderDied(Exception):
-    """One line: a sender process ended before its requests had."""
+    """A sender process ended before its requests; one line."""
 
 
 @dataclass(frozen=True)
 class Ran:
     outcomes: list[Outcome]
     duration_s: float
-    cpu_share: float  # of the busiest sender process, of one core: near 1 it is the sender that is measured
-    is_interrupted: bool = False  # by Ctrl-C: the outcomes are of the requests that had ended
+    cpu_share: float  # of the busiest sender process, as a share of one core: near 1 the sender is what is measured
+    is_interrupted: bool = False  # by Ctrl-C; then the outcomes are those of the requests that had ended
 
 
 class _Sent(NamedTuple):
@@ -45,8 +45,8 @@ OnEnd = Callable[[Latencies], object]
 
 
 def run_jobs(plan: RunPlan, jobs: Sequence[Job], on_end: OnEnd = lambda latencies: None) -> Ran:
-    """Send all jobs and wait for all ends, or for Ctrl-C. `on_end`: called at each end (from a thread of its own).
-    Raises SenderDied."""
+    """Send all jobs, and wait until all have ended, or for Ctrl-C. `on_end` is called as each ends, from another
+    thread. Raises SenderDied."""
     if plan.num_processes == 1:
         sent = [_send(plan, list(jobs), plan.concurrency, lambda: time.monotonic() + _HEAD_START_S, on_end)]
     else:
@@ -75,7 +75,7 @@ def _send(
                 sending = sender.closed(jobs, concurrency, begin, ended)
             try:
                 await (sending if is_stopped is None else _unless_stopped(sending, is_stopped))
-            except asyncio.CancelledError:  # asyncio's answer to Ctrl-C
+            except asyncio.CancelledError:  # asyncio raises it after Ctrl-C
                 is_interrupted = True
             share = (time.process_time() - cpu) / max(time.monotonic() - begin, 1e-9)
             return _Sent(ended, share, is_interrupted)
@@ -86,7 +86,7 @@ def _send(
 
 
 async def _unless_stopped(sending: Coroutine, is_stopped: Callable[[], bool]) -> None:
-    """Raises CancelledError once it is stopped."""
+    """Await `sending`, and cancel it once `is_stopped()`. Raises CancelledError then."""
     task = asyncio.create_task(sending)
     while not (await asyncio.wait((task,), timeout=_POLL_S))[0]:
         if is_stopped():
@@ -102,17 +102,17 @@ def _in_processes(plan: RunPlan, jobs, on_end: OnEnd) -> list[_Sent]:
         for sender, part, concurrency in zip(senders, parts, _split(plan.concurrency, len(parts)), strict=True):
             sender.send((plan, part, concurrency))
         for sender in senders:
-            sender.receive()  # it is ready
+            sender.receive()  # the sender is ready
         begin = time.monotonic() + _HEAD_START_S
         for sender in senders:
             sender.send(begin)
-        # A thread reads, since Ctrl-C in the middle of a message would lose it.
+        # A thread reads, since Ctrl-C in the middle of a message would lose the message.
         sent = reader.submit(_read, senders, on_end)
         try:
             return sent.result()
         except KeyboardInterrupt:
             for sender in senders:
-                with contextlib.suppress(SenderDied):  # one that has sent all is gone
+                with contextlib.suppress(SenderDied):  # a sender that has finished is gone
                     sender.send(None)
             with contextlib.suppress(TimeoutError):
                 return sent.result(_STOPPED_S)
@@ -120,7 +120,7 @@ def _in_processes(plan: RunPlan, jobs, on_end: OnEnd) -> list[_Sent]:
 
 
 def _read(senders: Sequence["_SenderProcess"], on_end: OnEnd) -> list[_Sent]:
-    """Tell the ends as they come, and return what each has sent once all have come to theirs. Raises SenderDied."""
+    """Report each end as it comes; return what each sender has sent once all have finished. Raises SenderDied."""
     sent, running = list[_Sent](), list(senders)
     while running:
         spoke = wait([sender.connection for sender in running])
@@ -141,18 +141,17 @@ def _split(concurrency: int | None, num: int) -> list[int | None]:
 
 
 class _SenderProcess:
-    """A process that sends its jobs, and a connection of its own to it: what one that dies held is in the way of no
-    other.
+    """A process that sends its share of the jobs, with its own connection, so that one that dies blocks no other.
 
-    It is told (plan, jobs, concurrency), says when it is ready, is told when to begin, says the latencies of each end,
-    and its _Sent at last. Whatever it is told meanwhile stops it."""
+    It receives (plan, jobs, concurrency), reports that it is ready, receives the time to begin, reports the latencies
+    of each end, and at last its _Sent. Any further message stops it."""
 
     def __init__(self):
         context = multiprocessing.get_context("spawn")  # grpc does not survive a fork
         self.connection, theirs = context.Pipe()
         self._process = context.Process(target=_process, args=(theirs,), daemon=True)
         self._process.start()
-        theirs.close()  # so that its end is seen here
+        theirs.close()  # so that the process's end closes the connection
 
     def close(self) -> None:
         self._process.kill()
@@ -160,14 +159,14 @@ class _SenderProcess:
         self.connection.close()
 
     def send(self, message: object) -> None:
-        """Raises SenderDied."""
+        """Send a message. Raises SenderDied."""
         try:
             self.connection.send(message)
         except OSError:
             raise self._died() from None
 
     def receive(self) -> Any:
-        """Raises SenderDied."""
+        """Return the next message. Raises SenderDied."""
         try:
             return self.connection.recv()
         except (EOFError, OSError):
@@ -181,7 +180,8 @@ class _SenderProcess:
 
 
 def _process(connection: Connection) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all of a terminal: the parent says when to stop
+    # Ctrl-C reaches all processes of a terminal; the parent says when to stop
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     plan, jobs, concurrency = connection.recv()
 
     def begin_when_ready() -> float:

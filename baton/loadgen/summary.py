@@ -1,4 +1,4 @@
-"""Summarise outcomes into the figures of a run."""
+"""Summarize the outcomes of a run."""
 
 import csv
 import io
@@ -12,7 +12,7 @@ from baton.loadgen.run import Ran
 from baton.service.observe.phases import PHASES
 from baton.service.slo import Slo
 
-LARGEST_LAG_S = 0.005  # p99 of sent - intended beyond this: what was measured is not what was asked for
+LARGEST_LAG_S = 0.005  # p99 of sent - intended; above it, the load was not the one that was asked for
 COLUMNS = (
     "index", "intended_s", "sent_s", "first_s", "last_s", "num_prompt", "num_output", "num_cached", "num_messages",
     "longest_gap_s", "ttft_s", "tpot_s", "e2e_s", "status", "reason",
@@ -20,7 +20,8 @@ COLUMNS = (
 
 
 def summarize(ran: Ran, slo: Slo, is_open: bool) -> dict:
-    """Plain values, ready for JSON. Percentiles are of answered requests; goodput counts those within the SLO."""
+    """Return the figures of a run as plain values for JSON. Percentiles are over answered requests; goodput counts
+    those within the SLO."""
     outcomes = ran.outcomes
     answered = [outcome for outcome in outcomes if outcome.ok]
     good = [outcome for outcome in answered if slo.met(outcome.ttft_s, outcome.tpot_s, outcome.e2e_s)]
@@ -56,7 +57,7 @@ def summarize(ran: Ran, slo: Slo, is_open: bool) -> dict:
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """By linear interpolation between ranks; nan of nothing."""
+    """Return a percentile, interpolated linearly between ranks; nan for no values."""
     if not values:
         return math.nan
     ordered = sorted(values)
@@ -67,7 +68,7 @@ def percentile(values: Sequence[float], percent: float) -> float:
 
 
 def percentiles(values: Sequence[float]) -> dict[str, float | None]:
-    """mean, p50, p95, p99, max; None of nothing."""
+    """Return mean, p50, p95, p99 and max; each None for no values."""
     if not values:
         return dict.fromkeys(("mean", "p50", "p95", "p99", "max"))
     points = {f"p{percent}": percentile(values, percent) for percent in (50, 95, 99)}
@@ -75,7 +76,7 @@ def percentiles(values: Sequence[float]) -> dict[str, float | None]:
 
 
 def table(outcomes: Sequence[Outcome]) -> str:
-    """requests.csv: a line a request, its phases behind the columns."""
+    """Return requests.csv: a line per request, with its phases after the other columns."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     phases = (*PHASES, "transfer")

@@ -1,4 +1,4 @@
-"""Recorded request traces, in the two formats that are published: Mooncake's JSON lines and Azure's CSV."""
+"""Recorded request traces in the two published formats: Mooncake's JSON lines and Azure's CSV."""
 
 import csv
 import gzip
@@ -11,20 +11,20 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
-MOONCAKE_BLOCK = 512  # tokens of a prompt behind one hash id of Mooncake's traces
+MOONCAKE_BLOCK = 512  # prompt tokens per hash id in Mooncake's traces
 _AZURE_COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 
 
 class TraceError(ValueError):
-    """One line: the file, where in it, and what is wrong."""
+    """An invalid trace; one line with the file, the place in it, and the fault."""
 
 
 @dataclass(frozen=True, slots=True)
 class TraceEntry:
-    """One request. Equal `hash_ids` at the same places are equal prefixes, `block` tokens each; empty: unknown, the
-    prompt shares nothing."""
+    """One request. Entries whose `hash_ids` begin alike share a prefix of `block` tokens per id. Without ids, prefixes
+    are unknown and the prompt shares nothing."""
 
-    at_s: float  # after the first of the trace
+    at_s: float  # after the first entry
     num_prompt: int
     num_output: int
     hash_ids: tuple[int, ...] = ()
@@ -32,7 +32,7 @@ class TraceEntry:
 
 
 def read_trace(path: Path) -> list[TraceEntry]:
-    """All entries in order of time; a name that ends with .gz is unpacked. Raises TraceError."""
+    """Return all entries in order of time; a file named .gz is unpacked. Raises TraceError."""
     try:
         data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
         lines = io.StringIO(data.decode("utf-8-sig"))
@@ -82,7 +82,7 @@ def _azure(lines: Iterable[str]) -> Iterator[TraceEntry]:
         raise _BadLine(1, f"no column {missing[0]}; an Azure trace has {', '.join(_AZURE_COLUMNS)}")
     for number, row in enumerate(reader, 2):
         try:
-            # The published stamps have 7 digits behind the second, Python reads 6; they are UTC, said or not.
+            # The published stamps have 7 digits after the second, Python reads 6. They are UTC, with or without a zone.
             at = datetime.fromisoformat(row["TIMESTAMP"][:26])
             at_s = at.replace(tzinfo=at.tzinfo or UTC).timestamp()
             entry = TraceEntry(at_s, int(row["ContextTokens"]), int(row["GeneratedTokens"]))

@@ -1,5 +1,4 @@
-"""Plan requests and their times: jobs from a trace or drawn, with prompts that share the prefixes that the trace
-names."""
+"""Plan requests and their times: jobs from a trace or drawn at random, with prompts that share the trace's prefixes."""
 
 import hashlib
 import random
@@ -9,26 +8,27 @@ from typing import NamedTuple
 
 from baton.loadgen.trace import MOONCAKE_BLOCK, TraceEntry
 
-FIRST_TOKEN = 5  # ids below are special in the models that we know of
-_SHARED_STREAM, _OWN_STREAM = 1, 2  # of random numbers: blocks of hash ids, and what belongs to one job alone
+FIRST_TOKEN = 5  # lower ids are special tokens in all models that we know
+# of random numbers: for blocks of shared prefixes, and for the rest of one job's prompt
+_SHARED_STREAM, _OWN_STREAM = 1, 2
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
     """One request. `at_s`: when to send it, in seconds after the run's start; 0 in a closed loop. `token_ids`: its
-    prompt, where prompt_ids() is not to draw one."""
+    prompt, unless prompt_ids() should draw one."""
 
     index: int
     at_s: float
     num_prompt: int
     num_output: int
     hash_ids: tuple[int, ...] = ()
-    block: int = MOONCAKE_BLOCK  # tokens behind one hash id
+    block: int = MOONCAKE_BLOCK  # tokens per hash id
     token_ids: tuple[int, ...] = ()
 
 
 def prompt_ids(job: Job, vocab_size: int, seed: int) -> list[int]:
-    """Return token ids [num_prompt]: the job's own, or drawn; blocks of equal hash ids are equal in all jobs."""
+    """Return token ids [num_prompt]: the job's own, or drawn; blocks with equal hash ids are equal in all jobs."""
     if job.token_ids:
         return list(job.token_ids)
     ids: list[int] = []
@@ -40,16 +40,17 @@ def prompt_ids(job: Job, vocab_size: int, seed: int) -> list[int]:
 
 
 def _draw(seed: str, num: int, vocab_size: int) -> list[int]:
-    """Return `num` ids that depend on `seed` alone. A hash's stream: making one of numpy's generators takes longer than
-    all else that is done for a request of 256 tokens."""
-    import numpy as np  # here: other commands start without it
+    """Return `num` ids that depend on `seed` only. They are a hash's stream, since making one of numpy's generators
+    takes longer than everything else for a request of 256 tokens."""
+    import numpy as np  # imported here, since other commands start without numpy
 
     words = np.frombuffer(hashlib.shake_128(seed.encode()).digest(4 * num), "<u4")
     return (words % (vocab_size - FIRST_TOKEN) + FIRST_TOKEN).tolist()
 
 
 def from_trace(entries: Sequence[TraceEntry], rate_scale: float, length_scale: float, limit: int | None) -> list[Job]:
-    """The trace, `rate_scale` times as fast, its lengths times `length_scale` (blocks too, so that sharing stays)."""
+    """Return the jobs of a trace, `rate_scale` times as fast and with lengths times `length_scale`. Blocks are scaled
+    too, so that the sharing stays."""
     return [
         Job(
             index,
@@ -64,15 +65,15 @@ def from_trace(entries: Sequence[TraceEntry], rate_scale: float, length_scale: f
 
 
 class Shape(NamedTuple):
-    """Mean numbers of tokens of a request; the first `shared` of its prompt are the same in all, as a system prompt
-    is."""
+    """Mean numbers of tokens of a request. The first `shared` tokens of its prompt are the same in all requests, like a
+    system prompt."""
 
     prompt: int
     output: int
     shared: int = 0
 
 
-# Sized for small contexts too: proportions of what people send, not their lengths on large models.
+# Sized to fit small contexts too: they have the proportions of real requests, not their lengths on large models.
 WORKLOADS = {
     "short": Shape(256, 32),
     "chat": Shape(384, 128, shared=128),
@@ -84,8 +85,8 @@ WORKLOADS = {
 
 
 def drawn(rng: random.Random, times: Iterator[float], num: int, shape: Shape) -> list[Job]:
-    """Return `num` jobs whose lengths vary by a quarter around the means of `shape`; of a prompt what it does not
-    share."""
+    """Return `num` jobs whose lengths vary by a quarter around the means of `shape`; the shared part of prompts does
+    not vary."""
     shared, block = ((0,), shape.shared) if shape.shared else ((), MOONCAKE_BLOCK)
     own = shape.prompt - shape.shared
     return [
@@ -99,7 +100,8 @@ def _around(rng: random.Random, mean: int) -> int:
 
 
 def arrivals(kind: str, rate: float, rng: random.Random) -> Iterator[float]:
-    """Seconds after the start, without end. poisson: independent; constant: evenly; burst: eight at once, Poisson."""
+    """Yield times in seconds after the start, endlessly. poisson: independent; constant: even; burst: eight at once,
+    with Poisson gaps."""
     at_s, burst = 0.0, 8
     while True:
         if kind == "constant":
@@ -114,7 +116,7 @@ def arrivals(kind: str, rate: float, rng: random.Random) -> Iterator[float]:
 
 
 def fitted(jobs: Sequence[Job], context: int) -> tuple[list[Job], int]:
-    """Jobs that the model can hold, and how many were cut: outputs to an eighth of the context at most, then
+    """Return jobs that fit the context, and how many were cut: outputs to an eighth of the context at most, then
     prompts."""
     longest_output = max(1, context // 8)
     cut, result = 0, []
@@ -127,5 +129,5 @@ def fitted(jobs: Sequence[Job], context: int) -> tuple[list[Job], int]:
 
 
 def shares(jobs: Sequence[Job], num: int) -> list[list[Job]]:
-    """Every `num`-th job to each of `num` senders."""
+    """Return the jobs of each of `num` senders: every `num`-th job."""
     return [list(jobs[first::num]) for first in range(min(num, max(1, len(jobs))))]

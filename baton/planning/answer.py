@@ -16,7 +16,7 @@ _SURE = {
 def as_text(
     choices: Sequence[StackChoice], ask: Ask, device: Device, sure: str, price: float | None, model: str
 ) -> str:
-    """Return the answer for a terminal: the smallest stack first."""
+    """Return the answer for a terminal, the smallest stack first."""
     best = choices[0]
     lines = [
         f"{best.num_prefill} prefill and {best.num_decode} decode workers of {best.worker.words} on {device.name}: "
@@ -40,7 +40,7 @@ def as_text(
 def as_json(
     choices: Sequence[StackChoice], ask: Ask, device: Device, sure: str, price: float | None, model: str
 ) -> str:
-    """Return all of it as JSON."""
+    """Return the whole answer as JSON."""
     return json.dumps(
         {
             "device": device.name,
@@ -74,8 +74,8 @@ def as_json(
 
 
 def cost(choice: StackChoice, price: float | None) -> float | None:
-    """Return what a million output tokens cost at this load, for the price of a device for an hour; None without
-    one."""
+    """Return the cost of a million output tokens at this load, from the hourly price of a device; None without a
+    price."""
     tokens_per_s = choice.outcome.output_tokens_per_s
     if price is None or not tokens_per_s:
         return None
@@ -83,15 +83,15 @@ def cost(choice: StackChoice, price: float | None) -> float | None:
 
 
 def command_lines(choice: StackChoice, device: Device, model: str) -> list[str]:
-    """Return what starts the stack on one machine, whose workers take turns on its devices."""
+    """Return the commands that start the stack on one machine, whose workers are assigned to its devices in turn."""
     options = " ".join(f"--{name}={value}" for name, value in _flags(choice.worker).items())
     roles = f"--prefill {choice.num_prefill} --decode {choice.num_decode}"
     return [f"baton up --model {model} {roles} {options} --device {device.kind}"]
 
 
 def compose_override(choice: StackChoice, device: Device) -> list[str]:
-    """Return one host's workers and their settings, for compose.override.yaml. On GPUs each is a service: the
-    containers of one compute on the same GPU."""
+    """Return one host's workers and their settings for compose.override.yaml. On GPUs each worker is a service, since
+    the containers of one service compute on the same GPU."""
     lines, gpus = ["services:"], list(map(str, range(choice.num_devices)))
     own = _environment(choice.worker)
     for role, number in _numbers(choice):
@@ -105,12 +105,12 @@ def compose_override(choice: StackChoice, device: Device) -> list[str]:
             further = [f"  {service}_{index + 1}:", f"    extends: {{ file: compose.yaml, service: {service} }}"]
             lines += further if index else [f"  {service}:"]
             lines += _in_compose({"CUDA_VISIBLE_DEVICES": ",".join(gpus), **own})
-            gpus.append(gpus.pop(0))  # a worker computes on the first and copies KV from the others
+            gpus.append(gpus.pop(0))  # a worker computes on the first GPU and copies KV from the others
     return lines
 
 
 def helm_values(choice: StackChoice, device: Device) -> list[str]:
-    """Return the values of deploy/helm."""
+    """Return the values for the chart in deploy/helm."""
     lines = ["workers:"]
     for role, number in _numbers(choice):
         lines += [f"  {role}:", f"    replicas: {number}"]
@@ -133,9 +133,9 @@ def _flags(worker: WorkerPlan) -> dict[str, object]:
     config, times = worker.configs["decode"], worker.times
     flags: dict[str, object] = {"max-num-seqs": worker.batch, "max-model-len": config.max_model_len}
     if times.device.kind == "cpu":
-        flags["threads"] = config.threads  # else workers divide the cores
+        flags["threads"] = config.threads  # otherwise workers divide the cores
     if times.spec.dtype != config.dtype:
-        flags["dtype"] = config.dtype  # else it is the folder's
+        flags["dtype"] = config.dtype  # otherwise it is the folder's
     if worker.form != "none" and not worker.is_stored:
         flags["quantization"] = worker.form
     if worker.kv_form != "bf16":
@@ -187,5 +187,5 @@ def _met(outcome: LoadOutcome) -> str:
 
 
 def curves_of(choices: Sequence[StackChoice]) -> dict[str, list[tuple[float, float]]]:
-    """Return goodput over rate of each choice, for a picture."""
+    """Return goodput over rate for each choice, for a picture."""
     return {choice.words: [(each.rate, each.goodput) for each in choice.curve] for choice in choices}

@@ -1,4 +1,4 @@
-"""Devices that a plan knows: the makers' figures of GPUs, and this machine's CPU as it is measured."""
+"""Devices that plans know: GPUs by their makers' figures, and this machine's CPU by measurement."""
 
 import time
 from collections.abc import Callable
@@ -15,17 +15,18 @@ from baton.engine.core.device import product_dtype
 from baton.planning.efficiency import Efficiencies
 
 GB = 10**9
-_LEAST_READ_BYTES, CACHES_READ = 64 << 20, 4  # so many caches are read from memory, that little is found in one
+# memory is measured over this many times the cache, so that little is found in it
+_LEAST_READ_BYTES, CACHES_READ = 64 << 20, 4
 _CACHED_BYTES = 4 << 20
-_SIZE = 512  # rows and columns of the product that is measured
+_SIZE = 512  # rows and columns of the measured product
 _NUM_ROUNDS = 5
 
 
 @dataclass(frozen=True)
 class Device:
-    """Rates of one device, for a worker of its own. `flops_per_s` by the compute form; `link_bytes_per_s`: between two
-    workers. `cores`: of the host that workers and gateway share; None: the host has enough. `cache_bytes`: the last
-    level of its cache, at whose rate a step reads what fits there; 0: nothing stays there from one step to the next."""
+    """Rates of one device, as one worker has them. `flops_per_s` is by compute form; `link_bytes_per_s` is between two
+    workers. `cores` are those of the host, which workers and gateway share; None if it has enough. `cache_bytes` is the
+    last-level cache: a step reads what fits there at the cache's rate; 0 if nothing stays there between steps."""
 
     name: str
     kind: str  # cuda | cpu
@@ -42,14 +43,15 @@ class Device:
 def _gpu(
     name: str, gib: int, gb_per_s: int, fp32: float, bf16: int, eight_bit: int | None, link_gb_per_s: int
 ) -> Device:
-    """Dense TFLOP/s, as the makers' data sheets give them; `eight_bit` None: computes such weights in bf16."""
+    """Return a GPU from its maker's data sheet, in dense TFLOP/s. `eight_bit` None: 8-bit weights are computed in
+    bf16."""
     flops = {"fp32": fp32 * 1e12, "bf16": bf16 * 1e12, "int8": (eight_bit or bf16) * 1e12}
     flops |= {"fp8": eight_bit * 1e12} if eight_bit else {}
     return Device(name, "cuda", gib << 30, gb_per_s * GB, flops, link_gb_per_s * GB)
 
 
-# GiB: about what torch reports of each, which is less than its name says. Dense rates without sparsity. Links: what one
-# direction carries between two workers, NVLink where there is one, else PCIe.
+# GiB: about what torch reports, which is less than the nominal size. Rates are dense, without sparsity. Links: one
+# direction between two workers, over NVLink if there is one, else PCIe.
 GPUS = {
     device.name: device
     for device in (
@@ -64,7 +66,7 @@ GPUS = {
 
 
 def find_device(name: str) -> Device | None:
-    """Return the GPU of this name; None for `cpu`, which is this machine's. Raises ValueError."""
+    """Return the GPU of this name; None for `cpu`, this machine's CPU. Raises ValueError."""
     if name == "cpu":
         return None
     wanted = name.replace(" ", "").replace("-", "").upper()
@@ -75,16 +77,16 @@ def find_device(name: str) -> Device | None:
 
 
 def this_cpu(threads: int, known: Efficiencies | None = None) -> Device:
-    """Return this machine's CPU for workers of `threads` each. Its rates are those of `known` where that was measured
-    on such a one, since efficiencies are shares of them; else they are measured now."""
+    """Return this machine's CPU for workers with `threads` each. Its rates are those of `known` if they were measured
+    on such a CPU, since efficiencies are shares of them; otherwise they are measured now."""
     name = f"{cpu.name()}, {instruction_set()}"
     if known is not None and known.name == name:
         rates = Rates(known.bytes_per_s, known.cache_bytes_per_s, known.flops_per_s * threads / known.threads)
     else:
         rates = measure_rates(threads)
     forms: dict[str, float] = dict.fromkeys(("fp32", "bf16", "int8"), rates.flops_per_s)
-    if product_dtype() == torch.bfloat16:  # which the rate is of
-        forms["fp32"] /= 2  # half as many fit in a vector
+    if product_dtype() == torch.bfloat16:  # the measured rate is that of bf16
+        forms["fp32"] /= 2  # half as many fit into a vector
     return Device(
         name, "cpu", system.memory_limit(), rates.bytes_per_s, forms, 2.0 * GB, system.num_cores(), threads,
         cpu.last_cache_bytes(), rates.cache_bytes_per_s,
@@ -92,14 +94,14 @@ def this_cpu(threads: int, known: Efficiencies | None = None) -> Device:
 
 
 def instruction_set() -> str:
-    """Return by which instructions the native kernels multiply here."""
+    """Return the instruction set with which the native kernels multiply here."""
     library = native.library()
     return torch.backends.cpu.get_cpu_capability().lower() if library is None else library.products
 
 
 class Rates(NamedTuple):
-    """What some threads read in a second, from memory and from the cache, and their FLOP/s in products
-    of what the processor multiplies fastest."""
+    """Bytes per second that some threads read from memory and from cache, and their FLOP/s in the dtype that the CPU
+    multiplies fastest."""
 
     bytes_per_s: float
     cache_bytes_per_s: float
@@ -121,7 +123,7 @@ def measure_rates(threads: int) -> Rates:
 
 
 def _best_s(action: Callable[[], object]) -> float:
-    """Return the best of a few runs behind one that warms up."""
+    """Return the shortest time of a few runs after a warm-up."""
     action()
     best = float("inf")
     for _ in range(_NUM_ROUNDS):

@@ -1,7 +1,7 @@
-"""How near kernels come to what their device could do at best: measured by class and shape, and kept in a file for each
-kind of device (`python bench/kernels.py` writes one). The best is bytes over the rate of memory, of the cache where all
-that a step reads stays there, or operations over that of products, whichever takes longer; efficiency is that over the
-seconds measured."""
+"""Kernel efficiencies: how near kernels come to the limit of their device. They are measured by class and shape, and
+kept in a file per kind of device (`python bench/kernels.py` writes one). The limit is the longer of bytes over the rate
+of memory (of the cache, if everything that a step reads stays there) and operations over the rate of products.
+Efficiency is that time over the measured one."""
 
 import json
 import math
@@ -12,15 +12,15 @@ from pathlib import Path
 FOLDER = Path(__file__).with_name("measured")
 MEASURED, INTERPOLATED, EXTRAPOLATED = "measured", "interpolated", "extrapolated"
 _ORDER = (MEASURED, INTERPOLATED, EXTRAPOLATED)
-# What is taken for a form of which nothing was measured: it computes alike.
+# The form whose efficiencies are taken for an unmeasured form: it computes alike.
 _NEXT = {"int4-g32": "int8", "fp8": "none", "fp32": "none"}
-_NEAR = 0.05  # of the logarithm: so near a point counts as measured
+_NEAR = 0.05  # in the logarithm: a size this near to a measured point counts as measured
 
 
 @dataclass(frozen=True)
 class Point:
-    """One measured efficiency: `size` is what the kernel reads of one layer's weights, or of KV, in bytes; `rows` its
-    tokens; `is_cached`: what the step reads was in the cache since the step before."""
+    """One measured efficiency. `size`: bytes that the kernel reads of one layer's weights, or of KV; `rows`: tokens;
+    `is_cached`: the previous step left everything that this one reads in the cache."""
 
     kind: str
     form: str
@@ -32,9 +32,9 @@ class Point:
 
 @dataclass(frozen=True)
 class HostCosts:
-    """Seconds that are not kernels': of a step, of each sequence in it, of a request on its way in, of a token on its
-    way out by the cores of gateway and client, of a handover of KV besides its bytes, and of what a request waits
-    longer for its first token where another worker reads it."""
+    """Seconds outside kernels: per step; per sequence in a step; per request on its way in; per token on its way out,
+    of the cores of gateway and client; per KV handover in addition to its bytes; and how much longer a first token
+    takes if another worker reads the prompt."""
 
     step_s: float
     sequence_s: float
@@ -46,14 +46,14 @@ class HostCosts:
 
 @dataclass
 class Efficiencies:
-    """The points of one device. `surest` of a plan is the worst of what `of` has answered by."""
+    """The points of one device. `used` collects how sure each answer of `of` was."""
 
     name: str
     host: HostCosts
     points: Sequence[Point]
     is_measured: bool
     threads: int = 1
-    bytes_per_s: float = 0.0  # of the machine that measured; 0: the device's own table has them
+    bytes_per_s: float = 0.0  # of the machine that measured; 0: see the device's own table
     cache_bytes_per_s: float = 0.0
     flops_per_s: float = 0.0
     used: set[str] = field(default_factory=set)
@@ -69,12 +69,12 @@ class Efficiencies:
 
     @property
     def confidence(self) -> str:
-        """Return how sure a plan by these is: the least sure thing it asked for."""
+        """How sure a plan by these points is: as its least sure answer."""
         return max(self.used, key=_ORDER.index, default=MEASURED)
 
     def of(self, kind: str, form: str, size: float, rows: float, is_cached: bool = False) -> float:
-        """Return the efficiency of a kernel, interpolated in the logarithms of size and rows. Raises KeyError for a
-        form of which nothing is known, nor of one that computes alike."""
+        """Return the efficiency of a kernel, interpolated in the logarithms of size and rows. Raises KeyError if
+        neither the form nor one that computes alike was measured."""
         own = self._tables.get((kind, form, is_cached)) or self._tables.get((kind, "*", is_cached))
         table = own or self._tables[kind, _NEXT[form], is_cached]
         sizes = sorted(table)
@@ -89,8 +89,8 @@ class Efficiencies:
 
 
 def _between(values: Sequence[float], wanted: float) -> tuple[float, float, float, str]:
-    """Return the neighbours of `wanted`, how far it is from the lower to the higher by the logarithm, and how sure that
-    is. Beyond the ends the nearest counts."""
+    """Return the neighbours of `wanted`, its logarithmic position between them (0 to 1), and how sure a value there is.
+    Outside the measured range, the nearest end counts."""
     if wanted <= values[0] or wanted >= values[-1]:
         end = values[0] if wanted <= values[0] else values[-1]
         return end, end, 0.0, MEASURED if abs(math.log(max(wanted, 1) / end)) < _NEAR else EXTRAPOLATED
@@ -107,7 +107,7 @@ def _on_line(line: Sequence[tuple[float, float]], rows: float) -> tuple[float, s
 
 
 def read_efficiencies(path: Path) -> Efficiencies:
-    """Read a file that bench/kernels.py wrote. Raises ValueError, one line that names it."""
+    """Read a file that bench/kernels.py wrote. Raises ValueError, one line that names the file."""
     try:
         values = json.loads(path.read_text())
         return Efficiencies(
@@ -125,5 +125,5 @@ def read_efficiencies(path: Path) -> Efficiencies:
 
 
 def shipped(kind: str) -> Efficiencies:
-    """Return the shipped file for cpu, or what is assumed of every GPU."""
+    """Return the shipped efficiencies: those measured for cpu, or those assumed for every GPU."""
     return read_efficiencies(FOLDER / f"{kind}.json")

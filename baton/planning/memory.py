@@ -1,4 +1,4 @@
-"""The memory of a worker, to the byte where the engine's own books have it: weights, KV, what a step takes."""
+"""The memory of a worker: weights, KV and the buffers of a step, exact to the byte where the engine accounts for it."""
 
 from collections import Counter
 from dataclasses import dataclass
@@ -9,19 +9,19 @@ from baton.engine.core.model_spec import ModelSpec
 from baton.planning.devices import Device
 from baton.planning.stored_form import HeldWeights, StoredForm, norm_bytes
 
-# str: none (bf16), fp32, or a rounding of an unquantized model as it is loaded: int8, int4-gN, fp8
+# str: none (bf16), fp32, or the form to which an unquantized model is rounded at loading: int8, int4-gN, fp8
 Form = str | StoredForm
 _FLOATS = ("none", "fp32")
-_SCALE_BYTES = 4  # of a row, or of a group of inputs
-_PANEL = 64  # outputs that the CPU's kernels hold together
-_ROUTER_BYTES = 4  # of a weight of a router, which stays in fp32
-_WIDE_ROWS = 4  # of hidden_size, that a step holds for each token: the residual, what is normed, what is added, queries
+_SCALE_BYTES = 4  # per row, or per group of inputs
+_PANEL = 64  # outputs that the CPU's kernels pack together
+_ROUTER_BYTES = 4  # per weight of a router, which stays in fp32
+_WIDE_ROWS = 4  # rows of hidden_size per token in a step: the residual, its norm, the sum, the queries
 
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Bytes of one worker, of each rank where several share its layers, which share the KV too. `kernel_bytes`: of the
-    linear weights as the engine counts them; `step_bytes` is an estimate."""
+    """Bytes of one worker, or of each rank if several ranks share its layers and KV. `kernel_bytes` are the linear
+    weights as the engine counts them; `step_bytes` is an estimate."""
 
     kernel_bytes: int
     other_weight_bytes: int  # embedding and norms
@@ -29,7 +29,7 @@ class MemoryPlan:
     block_bytes: int
     block_size: int
     num_blocks: int
-    context_bytes: int  # of CUDA and its libraries
+    context_bytes: int  # CUDA and its libraries
 
     @property
     def weight_bytes(self) -> int:
@@ -49,8 +49,8 @@ class MemoryPlan:
 
 
 def linear_shapes(spec: ModelSpec, degree: int = 1) -> Counter[tuple[int, int]]:
-    """Return how many linear weights of each (outputs, inputs) the layers have, without the head; of `degree` ranks
-    those of each."""
+    """Return how many linear weights of each (outputs, inputs) the layers have, without the output head; with `degree`
+    ranks, those of one rank."""
     shapes = Counter[tuple[int, int]]()
     hidden, queries = spec.hidden_size, spec.num_heads * spec.head_dim // degree
     for layer in spec.layers:
@@ -69,14 +69,14 @@ def linear_shapes(spec: ModelSpec, degree: int = 1) -> Counter[tuple[int, int]]:
 
 
 def held_weights(spec: ModelSpec, form: Form, on_cpu: bool, degree: int = 1, dtype: str = "bf16") -> HeldWeights:
-    """Return what a worker holds of a model in a form, each of `degree` ranks. `dtype`: in which it computes where it
-    rounds the weights. Raises ModelError where its files cannot be divided so."""
+    """Return what a worker, or each of `degree` ranks, holds of a model in a form. `dtype`: in which a worker computes
+    if it rounds the weights. Raises ModelError if the model's files cannot be divided so."""
     if isinstance(form, StoredForm):
         return form.held(degree)
     head_form = _head_form(form)
     head = _bytes_of(head_form, -(-spec.vocab_size // degree), spec.hidden_size, on_cpu)
     layers = _layer_bytes(spec, form, on_cpu, degree)
-    # fp16 goes at the rate of bf16. A CPU rounds rows for integer weights, and multiplies both at one rate.
+    # fp16 runs at the rate of bf16. A CPU rounds rows for integer weights, and multiplies both at one rate.
     as_they_are = "fp32" if dtype == "fp32" and not on_cpu else "bf16"
     computes = form if form in ("int8", "fp8", "fp32") else as_they_are
     return HeldWeights(form, head_form, computes, layers, head, _other_bytes(spec, form))
@@ -90,7 +90,7 @@ def _layer_bytes(spec: ModelSpec, form: str, on_cpu: bool, degree: int) -> int:
     shapes = linear_shapes(spec, degree)
     total = sum(count * _bytes_of(form, *shape, on_cpu) for shape, count in shapes.items())
     routers = sum(layer.experts.num_experts for layer in spec.layers if layer.experts is not None)
-    # What is not in the table of shapes (latent attention): its weights, without padding.
+    # Weights that the table of shapes lacks (latent attention), without padding.
     whole = linear_shapes(spec).items()
     listed = sum(count * out * inputs for (out, inputs), count in whole) + routers * spec.hidden_size
     rest = max(0, spec.num_layer_weights() - listed) // degree
@@ -110,18 +110,18 @@ def _bytes_of(form: str, out: int, inputs: int, on_cpu: bool) -> int:
     if form in _FLOATS:
         return values
     groups = inputs // int(form.rpartition("g")[2])
-    return values + 2 * out * groups * _SCALE_BYTES  # a scale and an offset
+    return values + 2 * out * groups * _SCALE_BYTES  # a scale and an offset per group
 
 
 def _other_bytes(spec: ModelSpec, form: str) -> int:
-    """Return the bytes of the embedding, where it is a table of its own, and of the norms."""
+    """Return the bytes of the embedding, if it is a table of its own, and of the norms."""
     shares, value_bytes = spec.tied and form in _FLOATS, 4 if form == "fp32" else 2
     return norm_bytes(spec, value_bytes) + (0 if shares else value_bytes * spec.vocab_size * spec.hidden_size)
 
 
 def step_bytes(spec: ModelSpec, num_tokens: int, max_num_seqs: int) -> int:
-    """Estimate what the largest step takes: rows of all tokens, the MLP's width, logits of all sequences in fp32,
-    twice."""
+    """Estimate the memory of the largest step: activations of all tokens, the MLP's width, and logits of all sequences
+    in fp32, twice."""
     widths = [(1 + spec.gated) * spec.intermediate_size]
     widths += [2 * e.num_chosen * e.intermediate_size for layer in spec.layers if (e := layer.experts) is not None]
     rows = num_tokens * 2 * (_WIDE_ROWS * spec.hidden_size + max(widths) + spec.num_heads * spec.head_dim)
@@ -129,8 +129,8 @@ def step_bytes(spec: ModelSpec, num_tokens: int, max_num_seqs: int) -> int:
 
 
 def plan_memory(spec: ModelSpec, device: Device, config: EngineConfig, form: Form) -> MemoryPlan:
-    """Return the memory of a worker with this config, whose dtypes are resolved. Raises ValueError where it does not
-    fit, and ModelError as `held_weights` does."""
+    """Return the memory of a worker with this config, whose dtypes are resolved. Raises ValueError if it does not fit,
+    and ModelError as `held_weights` does."""
     if spec.state is not None:
         raise ValueError(f"{spec.folder}: models whose layers keep a state are not planned yet")
     on_cpu = device.kind == "cpu"

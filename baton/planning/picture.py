@@ -1,4 +1,4 @@
-"""Pictures as SVG files that stand alone: goodput over rate of planned stacks, and workers over a day."""
+"""Pictures as self-contained SVG files: goodput over rate of planned stacks, and workers over a day."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
@@ -6,18 +6,19 @@ from html import escape
 from baton.loadgen import plot
 
 _LINE_H = 14
-_TITLE_PX, _CHARACTER = 12, 0.64  # its size, and the width of a bold character in it
+_TITLE_PX, _CHARACTER = 12, 0.64  # the title's size, and the relative width of a bold character
 _STYLE = "text{font:10px system-ui,sans-serif;fill:#334155}.title{font-weight:600}"
 
 
 def goodput_picture(title: str, curves: Mapping[str, Sequence[tuple[float, float]]], rate: float) -> str:
-    """Return an SVG of goodput over offered rate, one line a stack; `rate`: the one that was asked for, marked."""
+    """Return an SVG of goodput over offered rate, one line per stack, with the requested `rate` marked."""
     marks = {f"asked: {rate:g}/s": rate}
     return _alone(title, [plot.curves(curves, "offered, requests/s", "within the SLO, requests/s", marks)], curves)
 
 
 def day_picture(title: str, workers: Mapping[str, Sequence[int]], needed: Mapping[str, Sequence[int]]) -> str:
-    """Return an SVG of workers over a day, a plot a role: those that ran, and the least that would have done."""
+    """Return an SVG of workers over a day, one plot per role: those that ran, and the fewest that would have
+    sufficed."""
     names = ("workers that run", "the least that hold the load")
     drawn = []
     for role in workers:
@@ -27,7 +28,8 @@ def day_picture(title: str, workers: Mapping[str, Sequence[int]], needed: Mappin
 
 
 def _steps(numbers: Sequence[int]) -> list[tuple[float, float]]:
-    """Return (hour, number) of each minute at which a step begins or ends: most of a day's 1,440 lie on level lines."""
+    """Return (hour, number) for each minute at which a level begins or ends: most of a day's 1,440 minutes lie within
+    one."""
     last = len(numbers) - 1
     return [
         (minute / 60, float(number))
@@ -37,7 +39,7 @@ def _steps(numbers: Sequence[int]) -> list[tuple[float, float]]:
 
 
 def _alone(title: str, drawn: Sequence[str], names: Iterable[str]) -> str:
-    """Return plots below one another as a file of its own, with a title and one legend."""
+    """Return plots below one another as a self-contained SVG with a title and one legend."""
     plots = [each[each.index(">") + 1 : each.index("</svg>")] for each in drawn]
     inside = [f'<g transform="translate(0,{number * plot.HEIGHT})">{each}</g>' for number, each in enumerate(plots)]
     legend, y = [], len(plots) * plot.HEIGHT

@@ -1,5 +1,5 @@
-"""Find the smallest stack that holds a load: sizes that could by their capacity, smallest first, each tried in virtual
-time."""
+"""Find the smallest stack that holds a load: sizes whose capacity could suffice are tried in virtual time, the smallest
+first."""
 
 import math
 import statistics
@@ -21,18 +21,18 @@ from baton.planning.virtual_stack import ServedRequest, StackShape, VirtualStack
 from baton.planning.workload import mean_fresh
 from baton.service.slo import Slo
 
-WANTED_FORMS = ("none", "int8", "int4-g32")  # where none is asked for: fp8 has the bytes of int8
+WANTED_FORMS = ("none", "int8", "int4-g32")  # unless others are asked for; fp8 has the bytes of int8
 _BATCHES = {"cuda": (256, 128, 64, 32, 16), "cpu": (64, 32, 16, 8)}
-_CHUNKS = {"cuda": (8192, 2048), "cpu": (512, 512)}  # of prefill and decode workers, as they take by default
+_CHUNKS = {"cuda": (8192, 2048), "cpu": (512, 512)}  # of prefill and decode workers, by default
 _BLOCK = {"cuda": 64, "cpu": 32}
-_MOST_BUSY = 0.9  # of a worker's time, where the search begins: what a perfect stack would need and a little
-_MOST_WORK = 1e15  # of workers: more is no number any longer
-_NUM_MORE = 4  # workers more than a load needs that finds nothing in the caches: the search ends there
-_CURVE = (0.5, 0.8, 1.0, 1.25, 1.6)  # of the rate asked for
+_MOST_BUSY = 0.9  # of a worker's time, at which the search begins: what a perfect stack would need, and a little more
+_MOST_WORK = 1e15  # in workers; larger values are no longer meaningful
+_NUM_MORE = 4  # workers beyond those for a load without cache hits: the search ends there
+_CURVE = (0.5, 0.8, 1.0, 1.25, 1.6)  # shares of the requested rate
 
 
 class Ask(NamedTuple):
-    """What is asked for. `entries` come at `rate` a second; `attainment`: the share of requests that must meet the
+    """The question. `entries` arrive at `rate` a second; `attainment` is the share of requests that must meet the
     SLO."""
 
     entries: Sequence[TraceEntry]
@@ -42,12 +42,12 @@ class Ask(NamedTuple):
     forms: Sequence[Form] = WANTED_FORMS
     kv_forms: Sequence[str] = ("auto", "int8")
     max_devices: int = 64
-    is_stored: bool = False  # the model is stored in its form: nothing is to ask for it
+    is_stored: bool = False  # the model is stored in its form, so no option asks for it
 
 
 @dataclass(frozen=True)
 class LoadOutcome:
-    """What a stack did with a load. Seconds; `goodput` in requests a second that met the SLO."""
+    """What a stack did with a load. Times in seconds; `goodput` in requests per second that met the SLO."""
 
     rate: float
     met: float
@@ -77,7 +77,7 @@ class WorkerPlan:
 
     @property
     def room(self) -> int:
-        """Return how many such workers the memory holds that they share on a CPU."""
+        """How many such workers fit into the memory that workers on a CPU share."""
         device = self.times.device
         shares_host = device.kind == "cpu" and device.cores is not None
         return device.memory_bytes // self.memory.total_bytes if shares_host else sys.maxsize
@@ -90,7 +90,7 @@ class WorkerPlan:
 
 @dataclass
 class StackChoice:
-    """A stack that was found, and its goodput at rates around the one asked for."""
+    """A stack that holds the load, and its goodput at rates around the requested one."""
 
     worker: WorkerPlan
     num_prefill: int
@@ -109,7 +109,7 @@ class StackChoice:
 
 
 class NoPlan(ValueError):
-    """Nothing that was tried holds the load; one line that says what is nearest and why."""
+    """No stack that was tried holds the load; one line with the nearest one and its limit."""
 
 
 def candidates(spec: ModelSpec, device: Device, efficiencies: Efficiencies, ask: Ask) -> Iterator[WorkerPlan]:
@@ -146,7 +146,7 @@ def _candidate(
     if longest > max_len:
         raise ValueError(f"a request of {longest} tokens, the model's context is {spec.longest_context}")
     *larger, smallest = _BATCHES[device.kind]
-    _configs(spec, device, form, kv, smallest, max_len)  # what does not fit at all is told first
+    _configs(spec, device, form, kv, smallest, max_len)  # first reports what does not fit at all
     if slo.tpot_s is not None and (alone_s := times.decode_s(1, context)) > slo.tpot_s:
         raise ValueError(f"a token takes {1e3 * alone_s:.1f} ms even alone")
     for batch in larger:
@@ -161,7 +161,7 @@ def _candidate(
 def _configs(
     spec: ModelSpec, device: Device, form: Form, kv: str, batch: int, max_len: int
 ) -> tuple[dict[str, EngineConfig], MemoryPlan]:
-    """Return the config of each role, and the memory of a decode worker. Raises ValueError where it does not fit."""
+    """Return the config of each role, and the memory of a decode worker. Raises ValueError if it does not fit."""
     configs: dict[str, EngineConfig] = {}
     prefill_chunk, decode_chunk = _CHUNKS[device.kind]
     for role, chunk in (("prefill", prefill_chunk), ("decode", decode_chunk)):
@@ -175,7 +175,7 @@ def _configs(
 
 
 class _Work(NamedTuple):
-    """How many workers are always busy with reading prompts, and with writing answers."""
+    """How many workers are always busy reading prompts, and writing answers."""
 
     read: float
     write: float
@@ -186,7 +186,8 @@ class _Work(NamedTuple):
 
 
 def _work(candidate: WorkerPlan, ask: Ask, *, finds_all: bool) -> _Work:
-    """Return the work of the load where what was read once is found in the cache (`finds_all`), or nothing is."""
+    """Return the work of the load if prompts find everything that was read before in the cache (`finds_all`), or
+    nothing."""
     entries = ask.entries
     prompt = statistics.mean(entry.num_prompt for entry in entries)
     output = statistics.mean(entry.num_output for entry in entries)
@@ -198,8 +199,8 @@ def _work(candidate: WorkerPlan, ask: Ask, *, finds_all: bool) -> _Work:
 
 
 def sizes(candidate: WorkerPlan, ask: Ask) -> Iterator[tuple[int, int]]:
-    """Yield (prefill, decode) by ever more workers, from what the load needs where all that was read once is in
-    the caches. (0, n): workers that do both."""
+    """Yield (prefill, decode) with ever more workers, from the need with perfect caches upwards. (0, n): workers that
+    do both."""
     least, cacheless = (_work(candidate, ask, finds_all=finds_all) for finds_all in (True, False))
     most = min(cacheless.num_workers + _NUM_MORE, ask.max_devices // candidate.degree, candidate.room)
     for total in range(least.num_workers, most + 1):
@@ -212,7 +213,7 @@ def sizes(candidate: WorkerPlan, ask: Ask) -> Iterator[tuple[int, int]]:
 def evaluate(
     candidate: WorkerPlan, num_prefill: int, num_decode: int, ask: Ask, rate: float | None = None
 ) -> LoadOutcome:
-    """Serve the load in virtual time and return what came of it. `rate`: another than the one asked for."""
+    """Serve the load in virtual time and return the outcome. `rate`: other than the requested one."""
     rate = rate or ask.rate
     scale = ask.rate / rate
     entries = [replace(entry, at_s=entry.at_s * scale) for entry in ask.entries]
@@ -226,8 +227,8 @@ def evaluate(
 
 
 def _without_idle_blocks(config: EngineConfig, entries: Sequence[TraceEntry]) -> EngineConfig:
-    """Return a config without blocks that these requests could never fill, twice over: a small model has millions on a
-    large device, each of which takes a virtual engine its time."""
+    """Return a config without blocks that these requests, even twice over, could not fill: a small model on a large
+    device has millions, and each costs the virtual engine time."""
     assert config.num_blocks is not None, "the config is resolved"
     most = sum((entry.num_prompt + entry.num_output) // config.block_size + 2 for entry in entries)
     return replace(config, num_blocks=min(config.num_blocks, 2 * most))
@@ -255,8 +256,8 @@ def summarize(served: Sequence[ServedRequest], stack: VirtualStack, rate: float,
 def find(
     spec: ModelSpec, device: Device, efficiencies: Efficiencies, ask: Ask, say: Callable[[str], None] = lambda _: None
 ) -> list[StackChoice]:
-    """Return the best stacks, the smallest first and of equals the one that met the SLO most often, at most three, with
-    their curves. Raises NoPlan."""
+    """Return the best stacks with their curves, at most three: the smallest first, and of equal sizes those that round
+    least. Raises NoPlan."""
     choices, nearest = [], ""
     best = 0.0
     kinds = list(candidates(spec, device, efficiencies, ask))
@@ -277,7 +278,7 @@ def find(
     if not choices:
         why = nearest or _too_few(kinds, ask)
         raise NoPlan(f"nothing of up to {ask.max_devices} devices serves {ask.rate:g} requests/s with {ask.slo}: {why}")
-    # Of as many devices those that round least: what a form costs in quality is not in a plan.
+    # Of equal sizes, prefer those that round least: a plan does not know what a form costs in quality.
     forms, kv_forms = list(ask.forms), list(ask.kv_forms)
     choices.sort(
         key=lambda choice: (

@@ -1,5 +1,5 @@
-"""The seconds of a step: what each class of kernels reads and computes, by the rates of the device and the efficiency
-there."""
+"""The seconds of a step: what each class of kernels reads and computes, by the rates of the device and its
+efficiency."""
 
 from typing import NamedTuple
 
@@ -11,7 +11,7 @@ from baton.planning.virtual_engine import StepPieces
 
 
 class StepBound(NamedTuple):
-    """The parts of a step in seconds, and whether its products waited for memory."""
+    """The parts of a step in seconds, and whether its matrix products are bound by memory."""
 
     linear_s: float
     head_s: float
@@ -25,12 +25,12 @@ class StepBound(NamedTuple):
 
 
 class Roofs:
-    """The seconds that each class of kernels takes at best: bytes over the rate of memory, or operations over that of
-    products."""
+    """The roofline: the shortest time of each class of kernels, the longer of bytes over the rate of memory and
+    operations over the rate of products."""
 
     def __init__(self, spec: ModelSpec, device: Device, form: Form, kv_form: str, dtype: str = "bf16"):
-        """`dtype`: in which workers compute that round the weights. Raises ValueError where the device has no products
-        of this form."""
+        """Compute the roofline of a model. `dtype`: in which workers compute that round the weights. Raises ValueError
+        if the device has no products of this form."""
         self.spec, self.device = spec, device
         held = held_weights(spec, form, device.kind == "cpu", dtype=dtype)
         if held.computes not in device.flops_per_s:
@@ -52,8 +52,8 @@ class Roofs:
         return self.all_layer_bytes / self.spec.num_layers
 
     def is_cached(self, num_kv_tokens: float) -> bool:
-        """Return whether all that a step reads is still in the cache when the next one begins: weights, and KV of so
-        many tokens. One after the other they push each other out as soon as they are larger together."""
+        """Return whether weights and KV of `num_kv_tokens` all stay in the cache until the next step. If they are
+        larger together, they evict one another."""
         read = self.all_layer_bytes + self.head_bytes + num_kv_tokens * self.kv_token_bytes
         return read <= self.device.cache_bytes
 
@@ -61,7 +61,7 @@ class Roofs:
         return num_bytes / (self.device.cache_bytes_per_s if is_cached else self.device.bytes_per_s)
 
     def linear_s(self, num_tokens: int, is_cached: bool = False) -> tuple[float, bool]:
-        """Return the seconds of all layers' products, and whether they wait for memory."""
+        """Return the seconds of all layers' products, and whether they are bound by memory."""
         experts = min(num_tokens * self._chosen_bytes, self._expert_bytes)
         memory_s = self._read_s(self.all_layer_bytes - self._expert_bytes + experts, is_cached)
         compute_s = num_tokens * self._token_flops / self._flops_per_s
@@ -72,24 +72,25 @@ class Roofs:
         return max(self._read_s(self.head_bytes, is_cached), compute_s)
 
     def decode_attention_s(self, num_tokens: float, is_cached: bool = False) -> float:
-        """Return the seconds of sequences that decode and see as many tokens together."""
+        """Return the attention seconds of decoding sequences that see `num_tokens` tokens in total."""
         memory_s = self._read_s(num_tokens * self.kv_token_bytes, is_cached)
         return max(memory_s, num_tokens * self._pair_flops / self._flops_per_s)
 
     def prefill_attention_s(self, num_pairs: float, num_tokens: float) -> float:
-        """Return the seconds of prompts: pairs of a token and a position that it sees, and tokens whose KV is read."""
+        """Return the attention seconds of prompts: `num_pairs` of a token and a position that it sees, `num_tokens`
+        whose KV is read."""
         compute_s = num_pairs * self._pair_flops / self.device.flops_per_s["bf16"]
         return max(compute_s, num_tokens * self.kv_token_bytes / self.device.bytes_per_s)
 
     def seen(self, kv_len: int) -> float:
-        """Return the tokens that a layer sees of so many, on average over the layers."""
+        """Return how many of `kv_len` tokens a layer sees, on average over the layers."""
         if not self._windows:
             return kv_len
         windowed = sum(min(window, kv_len) for window in self._windows)
         return (windowed + (self.spec.num_layers - len(self._windows)) * kv_len) / self.spec.num_layers
 
     def pairs(self, num: int, kv_len: int) -> float:
-        """Return the pairs of the last `num` tokens of `kv_len`."""
+        """Return the pairs of the last `num` tokens of `kv_len` and the positions that they see."""
         return num * self.seen(kv_len) * (1 - num / (2 * kv_len))
 
 
@@ -128,11 +129,11 @@ class StepTimes:
         return StepBound(linear_s, head_s, attention_s, host.step_s + host.sequence_s * len(step.pieces), is_memory)
 
     def decode_s(self, num_seqs: int, context: float) -> float:
-        """Return the seconds of a step in which as many sequences of this context decode."""
+        """Return the seconds of a step in which `num_seqs` sequences of this context decode."""
         return self(StepPieces(((1, round(context)),) * num_seqs, num_seqs))
 
     def prefill_s(self, num_tokens: int, chunk: int) -> float:
-        """Return the seconds in which a prompt is read alone."""
+        """Return the seconds to read a prompt alone, in chunks."""
         ends = [*range(chunk, num_tokens, chunk), num_tokens]
         steps = [StepPieces(((end - begin, end),), int(end == num_tokens)) for begin, end in zip([0, *ends], ends)]
         return sum(self(step) for step in steps)

@@ -1,5 +1,5 @@
-"""The form in which a folder or a .gguf file is stored that workers serve as it is, and what they hold of it: as the
-loader's own readers have it, with one module read of all that are stored alike."""
+"""The form in which a folder or .gguf file is stored, if workers serve it as it is, and what they hold of it. The
+loader's own readers are used, but of all modules that are stored alike only one is read."""
 
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
@@ -25,14 +25,14 @@ from baton.planning.devices import Device
 
 
 class HeldWeights(NamedTuple):
-    """What a worker holds of a model, each rank where several share its layers, in bytes. `form`, `head_form`: none,
-    int8, int4-gN or fp8, by which the speeds of kernels are known; `computes`: bf16, fp32, int8 or fp8, as the layers
-    multiply."""
+    """Bytes that a worker, or each rank if several share its layers, holds of a model. `form` and `head_form` are none,
+    int8, int4-gN or fp8, by which the speeds of kernels are known; `computes` is bf16, fp32, int8 or fp8, the form in
+    which layers multiply."""
 
     form: str
     head_form: str
     computes: str
-    layer_bytes: int  # linear weights of all layers, routers included
+    layer_bytes: int  # linear weights of all layers, with routers
     head_bytes: int
     other_bytes: int  # embedding and norms
 
@@ -42,11 +42,11 @@ class HeldWeights(NamedTuple):
 
 
 class StoredForm:
-    """The form of one model for workers on one kind of device, which compute in `dtype`. As a string its name: of all
-    forms of its weights, the one of most first."""
+    """The form of one model for workers on one kind of device that compute in `dtype`. As a string it lists the forms
+    of its weights, the most frequent first."""
 
     def __init__(self, spec: ModelSpec, device: Device, dtype: str = "bf16"):
-        """Raises ModelError for what no worker would read."""
+        """Read the model's files. Raises ModelError for files that no worker would read."""
         self._spec, self._device, self._dtype = spec, device, DTYPES[dtype]
         self._held: dict[int, HeldWeights] = {}
         self._name = ""
@@ -56,7 +56,7 @@ class StoredForm:
         return self._name
 
     def held(self, degree: int = 1) -> HeldWeights:
-        """Return what each of so many ranks holds. Raises ModelError where the model cannot be divided so."""
+        """Return what each of `degree` ranks holds. Raises ModelError if the model cannot be divided so."""
         if degree not in self._held:
             self._held[degree] = self._read(degree)
         return self._held[degree]
@@ -85,21 +85,21 @@ class StoredForm:
         )  # fmt: skip
 
     def _has_table(self, embedding: Callable[[Tensor], Tensor], head_form: str) -> bool:
-        """Return whether a worker holds an embedding beside its head."""
+        """Return whether a worker holds an embedding besides its output head."""
         if isinstance(embedding, Embedding):
             return not self._spec.tied or nearest(head_form) != "none"
         return self._device.kind != "cpu"  # a GPU cannot expand rows of a mapped file
 
     def _maker(self, dtype: torch.dtype) -> Callable[..., LinearKernel]:
-        """Return what makes kernels that compute in `dtype`."""
+        """Return a factory of kernels that compute in `dtype`."""
         if self._device.kind == "cpu":
             return choose_linear("auto", True, dtype)[0]
         multiplies_fp8 = "fp8" in self._device.flops_per_s
         return lambda weight, bias=None, *_: WeightOnGpu(weight, bias, dtype, multiplies_fp8)
 
     def _computes(self, form: str) -> str:
-        """A CPU rounds rows for integer weights of any kind; a GPU where the form says so. Other rows are multiplied as
-        they are."""
+        """Return the form in which layers multiply. A CPU rounds rows for all integer weights, a GPU if the form says
+        so. Other rows are multiplied as they are."""
         nearest_form, as_they_are = nearest(form), "fp32" if self._dtype == torch.float32 else "bf16"
         if self._device.kind == "cpu":
             return "int8" if nearest_form.startswith("int") else as_they_are
@@ -108,9 +108,8 @@ class StoredForm:
 
 
 class SampledLinears(Linears):
-    """As Linears, but of modules that are stored alike one is read: for sizes, not for a model. What the values alone
-    tell, as zero points that are all the middle or an order of inputs that is the plain one, is taken to be as in that
-    one."""
+    """Linears that read only one of all modules that are stored alike: for sizes, not for a model. Properties that only
+    the values tell, such as zero points in the middle or a trivial order of inputs, are taken from that module."""
 
     def __init__(self, *arguments):
         super().__init__(*arguments)
@@ -140,7 +139,7 @@ class SampledLinears(Linears):
 
 
 class WeightOnGpu(LinearKernel):
-    """The size of a weight on a GPU, of which none is here."""
+    """The size of a weight on a GPU, without a GPU here."""
 
     name, batch_invariant, row_multiple = "gpu", True, 1
 
@@ -164,14 +163,14 @@ class WeightOnGpu(LinearKernel):
 
 
 class PlannedRanks(NamedTuple):
-    """What `Linears` asks of Collectives where nothing is computed."""
+    """The part of Collectives that `Linears` needs if nothing is computed."""
 
     shard: Shard
     fast: bool = False
 
 
 def nearest(form: str) -> str:
-    """Return the form whose speeds are known that is nearest to the one of most weights, as a WeightReport names it."""
+    """Return the nearest form whose speeds are known; `form` is the most frequent one of a WeightReport."""
     known = (name for name in ("int8", "fp8", "int4-g32") if form.startswith(name.partition("-")[0]))
     return next(known, "none")
 

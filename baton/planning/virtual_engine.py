@@ -1,5 +1,5 @@
-"""An engine in virtual time: Baton's own, with its scheduler, admission, ledger and prefix cache, over a model that
-computes nothing and says how long it would have taken."""
+"""An engine in virtual time: Baton's scheduler, admission, ledger and prefix cache over a model that computes nothing
+and only says how long it would take."""
 
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -20,14 +20,14 @@ _NUM_LOGITS = 8
 
 
 class StepPieces(NamedTuple):
-    """What a step computes: (tokens, tokens of KV that its last one sees) of each sequence, and rows of logits."""
+    """What a step computes: for each sequence (tokens, KV tokens that its last token sees), and the rows of logits."""
 
     pieces: tuple[tuple[int, int], ...]
     num_rows: int
 
 
 class VirtualLauncher(Launcher):
-    """Launches nothing: `step_s` is what the last step would have taken."""
+    """A launcher that computes nothing; `step_s` is what the last step would have taken."""
 
     def __init__(self, model: Any, pool: KVPool, step_s: Callable[[StepPieces], float]):
         super().__init__(model, pool)
@@ -43,8 +43,8 @@ class VirtualLauncher(Launcher):
 
 
 def virtual_engine(spec: ModelSpec, config: EngineConfig, step_s: Callable[[StepPieces], float]) -> Engine:
-    """Return an engine whose steps take as long as `step_s` says. `config` is resolved; its pool holds a byte or two a
-    token."""
+    """Return an engine whose steps take the time that `step_s` says. `config` is resolved; the pool takes a byte or two
+    per token."""
     layout = KVLayout((KVGroup("paged", 1, 1, 1, "fp8_e4m3", config.block_size),))
     assert config.num_blocks is not None, "the config is resolved"
     pool = KVPool(layout, config.num_blocks)

@@ -1,5 +1,5 @@
-"""A stack that serves a load in virtual time: the gateway's routing, queues and admission, and workers whose engines
-are Baton's own (virtual_engine.py). Processes of one host share its cores."""
+"""A stack that serves a load in virtual time: the gateway's routing, queues and admission over workers with virtual
+engines (virtual_engine.py). Processes of one host share its cores."""
 
 import heapq
 import itertools
@@ -25,12 +25,12 @@ from kvtransfer.naming import HASH_BYTES
 
 _WORDS, _TRANSPORTS = frozenset(["kv"]), frozenset(["tcp", "shm"])
 _MAX_WAITING = 4096
-_FIRST_GUESS, _AVERAGE_WEIGHT = 64.0, 0.01  # of outputs, as gateways keep it
+_FIRST_GUESS, _AVERAGE_WEIGHT = 64.0, 0.01  # of output lengths, as gateways average them
 
 
 @dataclass(slots=True)
 class ServedRequest:
-    """One request and its stamps, in virtual seconds. `refused`: why it was not served; empty: it was."""
+    """One request with its stamps in virtual seconds. `refused`: why it was not served; empty if it was."""
 
     entry: TraceEntry
     number: int
@@ -61,7 +61,7 @@ class ServedRequest:
 
 @dataclass(frozen=True)
 class StackShape:
-    """What a stack is made of: workers by role, the config of each role resolved, and one host or many."""
+    """What a stack consists of: the workers of each role, and the resolved config of each role."""
 
     num_prefill: int
     num_decode: int
@@ -91,13 +91,13 @@ class VirtualWorker:
 
 
 class VirtualStack:
-    """`run(entries)` serves all of them and returns them with their stamps."""
+    """A stack in virtual time: `run(entries)` serves all of them and returns them with their stamps."""
 
     def __init__(
         self, shape: StackShape, times: dict[str, StepTimes], slo: Slo = Slo(), concurrency: int | None = None
     ):
-        """`times` by role. `slo`: the class that every request names; empty: none. `concurrency`: a closed loop of as
-        many, in which entries come as others end."""
+        """Make the stack. `times` by role. `slo`: of every request; empty: none. `concurrency`: of a closed loop, in
+        which an entry arrives as another ends."""
         self.now = 0.0
         self._slo, self._split, self._concurrency = slo, shape.split, concurrency
         self._times = times
@@ -123,7 +123,7 @@ class VirtualStack:
         self._requests: dict[str, ServedRequest] = {}
         self._mean_output = _FIRST_GUESS
         self._waiting_entries: list[ServedRequest] = []
-        self._gateway_s = 0.0  # of a core, that gateway and clients have still to work
+        self._gateway_s = 0.0  # core seconds that gateway and clients still have to work
 
     def run(self, entries: Sequence[TraceEntry]) -> list[ServedRequest]:
         requests = [ServedRequest(entry, number, span_names(entry, number)) for number, entry in enumerate(entries)]
@@ -137,13 +137,13 @@ class VirtualStack:
                 self._at(0.0, partial(self._arrive, request))
         while self._events:
             when, _, event, waiting = heapq.heappop(self._events)
-            if waiting is None or waiting.is_open:  # for who waits no longer time does not go on
+            if waiting is None or waiting.is_open:  # time does not advance for an entry that no longer waits
                 self.now = when
                 event()
         return requests
 
     def _at(self, when: float, event: Callable[[], None], waiting: QueueEntry | None = None) -> None:
-        """Let `event` happen then; with `waiting` only if that waits still."""
+        """Schedule `event` for this time; with `waiting`, only if that still waits then."""
         heapq.heappush(self._events, (when, next(self._order), event, waiting))
 
     # ---- the gateway ----
@@ -159,7 +159,7 @@ class VirtualStack:
         self._at(self.now + self._host.request_s, lambda: self._admit(request))
 
     def _admit(self, request: ServedRequest) -> None:
-        """Route, and ask the decode worker for credit; wait in the queue where it refuses."""
+        """Route the request, and ask the decode worker for credit; queue it if the worker refuses."""
         if not self._queues.credit.is_open_to("") and request.queue_entry is None:
             self._enqueue(self._queues.credit, request, lambda: self._admit(request))
             return
@@ -223,7 +223,7 @@ class VirtualStack:
             retry()
 
     def _expire(self, queue: WaitingQueue, request: ServedRequest, entry: QueueEntry) -> None:
-        """It has waited as long as it may; one with credit gives that back."""
+        """End a request that has waited as long as it may; one with credit returns it."""
         request.refused, request.queue_entry = "QUEUE_WAIT", None
         queue.leave(entry, served=False)
         if request.decision is None:
@@ -280,7 +280,7 @@ class VirtualStack:
     # ---- workers ----
 
     def _wake(self, worker: VirtualWorker) -> None:
-        """Begin a step, if there is work and none runs. What it gives out comes when it is over."""
+        """Begin a step if there is work and none runs. Its outputs are delivered at its end."""
         if worker.is_busy or not worker.engine.has_work():
             return
         outputs = worker.engine.step()
@@ -300,9 +300,8 @@ class VirtualStack:
         self._wake(worker)
 
     def _crowded_s(self, step_s: float) -> float:
-        """Return how long a step takes where processes of one host share its cores: all ranks of workers that compute
-        now, and gateway and clients, which work on a core of their own if there is one, and else take as much from each
-        of the others."""
+        """Return how long a step takes if the processes of a host share its cores: all ranks that compute now, and
+        gateway and clients, which use a free core, or else take equal parts from the others."""
         if (cores := self._device.cores) is None:
             return step_s
         busy = [worker for worker in self.workers if worker.is_busy]
@@ -342,7 +341,7 @@ class VirtualStack:
         assert request.decision is not None
         taker = self._named[request.decision.decode]
         num_bytes = num_read * self._times["prefill"].kv_token_bytes
-        # What moves while the prompt is read is hidden: the last chunk is what is left.
+        # KV that moves while the prompt is read is hidden; the last chunk remains.
         left = min(num_bytes, worker.engine.config.max_num_batched_tokens * self._times["prefill"].kv_token_bytes)
         begin = max(self.now, worker.link_free_s, taker.link_free_s)
         worker.link_free_s = taker.link_free_s = begin + left / self._device.link_bytes_per_s

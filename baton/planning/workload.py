@@ -1,4 +1,4 @@
-"""The requests that a plan is made for: a trace, or arrivals at a rate with lengths."""
+"""The requests of a plan: from a trace, or drawn at a rate with given lengths."""
 
 import hashlib
 import random
@@ -11,14 +11,14 @@ from kvtransfer.naming import SPAN_TOKENS
 
 
 def drawn_entries(rate: float, shape: Shape, num: int, seed: int = 0) -> list[TraceEntry]:
-    """Return requests that come at random, `rate` a second, with lengths around the means of `shape`."""
+    """Return requests with Poisson arrivals, `rate` a second, and lengths around the means of `shape`."""
     rng = random.Random(seed)
     jobs = drawn(rng, arrivals("poisson", rate, rng), num, shape)
     return [TraceEntry(job.at_s, job.num_prompt, job.num_output, job.hash_ids, job.block) for job in jobs]
 
 
 def fitting(entries: Sequence[TraceEntry], context: int) -> list[TraceEntry]:
-    """Return the requests that the context holds. Raises ValueError where they are too few."""
+    """Return the requests that fit the context. Raises ValueError if they are too few."""
     found = [entry for entry in entries if entry.num_prompt + max(1, entry.num_output) <= context]
     if len(found) < 2 or found[-1].at_s <= found[0].at_s:
         raise ValueError(f"{len(found)} requests of the trace fit into a context of {context}: too few to plan by")
@@ -26,15 +26,15 @@ def fitting(entries: Sequence[TraceEntry], context: int) -> list[TraceEntry]:
 
 
 def at_rate(entries: Sequence[TraceEntry], rate: float) -> list[TraceEntry]:
-    """Return the trace as fast as `rate` requests a second."""
+    """Return the trace scaled to `rate` requests a second."""
     first, span = entries[0].at_s, entries[-1].at_s - entries[0].at_s
     scale = len(entries) / rate / span
     return [replace(entry, at_s=(entry.at_s - first) * scale, num_output=max(1, entry.num_output)) for entry in entries]
 
 
 def span_names(entry: TraceEntry, number: int) -> tuple[bytes, ...]:
-    """Return names for the spans of a prompt: equal where the trace says that prefixes are, and behind those the own of
-    request `number`. None where the trace says nothing of prefixes."""
+    """Return names of a prompt's spans: equal if the trace says that the prefixes are, and unique to request `number`
+    after them. Empty if the trace says nothing of prefixes."""
     if not entry.hash_ids:
         return ()
     names: list[bytes] = []
@@ -49,7 +49,7 @@ def span_names(entry: TraceEntry, number: int) -> tuple[bytes, ...]:
 
 
 def mean_fresh(entries: Sequence[TraceEntry]) -> float:
-    """Return how many tokens of a prompt no prompt before it has had, on average. One of each is read in any case."""
+    """Return the mean number of prompt tokens that no earlier prompt had. At least one token of each prompt is read."""
     seen, num_fresh = set[bytes](), 0
     for number, entry in enumerate(entries):
         names = span_names(entry, number)

@@ -1,4 +1,4 @@
-"""What the scaler sees of a fleet in a minute. A counter that is missing is NaN, and never passes for zero."""
+"""What the scaler sees of a fleet each minute. A missing counter is NaN, so that it is not taken for zero."""
 
 import math
 from collections.abc import Mapping
@@ -10,13 +10,14 @@ NAN = math.nan
 
 
 class FleetCounters(NamedTuple):
-    """Of the last minute or so; `starting` are workers that do not serve yet, or have served for so short a time that
-    what they show is their start. Ratios: seconds that prompts and tokens took, over what the model said of them."""
+    """Counters of about the last minute. `starting` are workers that do not serve yet, or have served so shortly that
+    their figures are those of the start. Ratios: seconds that prompts and tokens took, over what the model
+    predicted."""
 
     at_s: float
     requests_per_s: float
-    prompt_tokens: float  # a request, those found in a cache aside
-    output_tokens: float  # a request
+    prompt_tokens: float  # per request, without those found in a cache
+    output_tokens: float  # per request
     num_waiting: float = 0.0
     ttft_p95_s: float = NAN
     tpot_p95_s: float = NAN
@@ -24,16 +25,16 @@ class FleetCounters(NamedTuple):
     write_ratio: float = NAN
     serving: Mapping[str, int] = dict.fromkeys(ROLES, 0)
     starting: Mapping[str, int] = dict.fromkeys(ROLES, 0)
-    num_silent: int = 0  # gateways whose part of the load is not in it, as they did not answer
+    num_silent: int = 0  # gateways that did not answer, whose load is missing in these counters
 
 
 class Placed(NamedTuple):
-    """A worker as what started it knows it; `address` is empty before it is known."""
+    """A worker as its launcher knows it; `address` is empty until it is known."""
 
     role: str
     address: str
 
 
 def is_number(value: float) -> bool:
-    """Return whether a counter says something: finite, and not below zero."""
+    """Return whether a counter has a value: finite and not negative."""
     return math.isfinite(value) and value >= 0

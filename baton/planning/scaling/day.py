@@ -1,5 +1,5 @@
-"""A dry run: a day of load, generated or of a trace, the scaler's decisions over it, and the least that could have
-served it."""
+"""A dry run: the scaler's decisions over a day of load, generated or from a trace, and the fewest workers that could
+have served it."""
 
 import math
 import random
@@ -16,7 +16,7 @@ MINUTES = 24 * 60
 
 
 class LoadMinute(NamedTuple):
-    """Means of a minute's requests."""
+    """Means of one minute's requests."""
 
     requests_per_s: float
     prompt_tokens: float
@@ -24,22 +24,21 @@ class LoadMinute(NamedTuple):
 
 
 class DayResult(NamedTuple):
-    """Worker-hours of the scaler and of an oracle that knows each minute before it comes and needs no time to start
-    workers; the share of requests that found too few workers; and the number of workers of each role, minute by
-    minute."""
+    """Worker-hours of the scaler and of an oracle that knows each minute in advance and starts workers in no time; the
+    share of requests that found too few workers; and the number of workers by role and minute."""
 
     hours: float
     oracle_hours: float
     missed: float
     num_changes: int
-    num_turns: int  # from up to down or back, of one role, within a quarter of an hour
+    num_turns: int  # changes from up to down or back, of one role, within a quarter of an hour
     workers: dict[str, list[int]]
     needed: dict[str, list[int]]
 
 
 def generated_day(seed: int, busiest_rate: float, prompt_tokens: float, output_tokens: float) -> list[LoadMinute]:
-    """Return a day: quiet at night, a hump before noon and one in the evening, noise that lasts some minutes, a burst
-    now and then, and prompts that grow longer in working hours."""
+    """Return a generated day: quiet at night, peaks before noon and in the evening, noise over some minutes, an
+    occasional burst, and longer prompts in working hours."""
     rng, noise, burst = random.Random(seed), 0.0, 0.0
     found: list[LoadMinute] = []
     for minute in range(MINUTES):
@@ -75,8 +74,8 @@ def minutes_of(entries: Sequence[TraceEntry]) -> list[LoadMinute]:
 def run_day(
     day: Sequence[LoadMinute], model: LoadModel, scaler: Scaler, bounds: ScalerBounds, start_s: float
 ) -> DayResult:
-    """Let the scaler decide each minute by what it saw in the last; workers serve `start_s` after the decision, drained
-    ones go at once. A request is missed where the workers that serve are busier than MOST_BUSY."""
+    """Let the scaler decide each minute by the counters of the previous one. Workers serve `start_s` after the
+    decision; drained ones leave immediately. A request is missed if the serving workers are busier than MOST_BUSY."""
     serving = needed_workers(day[0], model, bounds)
     starting: list[tuple[float, str]] = []
     workers: dict[str, list[int]] = {role: [] for role in ROLES}

@@ -1,4 +1,4 @@
-"""Counters of a running fleet, from what its gateways say of workers and requests."""
+"""Counters of a running fleet, from what its gateways report of workers and requests."""
 
 import math
 import statistics
@@ -14,42 +14,44 @@ from baton.protocol import ROLES
 from baton.v1 import fleet_pb2 as pb
 from kvtransfer.layout import KV_FORMS
 
-WARM_S = 120.0  # for so long a new worker's latencies are those of its start
-STARTS_S = 600.0  # no start takes longer: an address where nobody has answered for so long starts no worker
-_MEASURED_TOKENS = 128  # of a prompt: a shorter one says more of the round trips than of the rate
+WARM_S = 120.0  # during which a new worker's latencies are those of its start
+STARTS_S = 600.0  # the longest start: an address that has not answered for so long starts no worker
+_MEASURED_TOKENS = 128  # of a prompt: the times of shorter ones tell more of round trips than of the rate
 
 
 class GatewayLook(NamedTuple):
-    """What one gateway said at once."""
+    """What one gateway reported at one time."""
 
     workers: pb.ListWorkersResponse
     requests: pb.ListRequestsResponse
 
 
 class WorkerLoad(NamedTuple):
-    """A worker that serves, and the sequences that run there."""
+    """A serving worker, and how many sequences run there."""
 
     address: str
     num_running: int
 
 
 class FleetWatch:
-    """`note` each look at the fleet; it returns what happened since the one before, or None for the first."""
+    """Turns reports of the fleet into counters: call `note` with each report; the first returns None."""
 
     def __init__(self, model: LoadModel):
         self._model = model
-        self._before: dict[str, tuple[float, pb.ListRequestsResponse]] = {}  # what each gateway said last, and when
+        # the previous report of each gateway, and its time
+        self._before: dict[str, tuple[float, pb.ListRequestsResponse]] = {}
         self._at_s = NAN
-        self._since: dict[str, float] = {}  # when a worker was first seen to serve
-        self._absent: dict[str, float] = {}  # since when an address of a worker has no session
-        self._known: set[str] = set()  # addresses that gateways know of
+        self._since: dict[str, float] = {}  # when a worker was first seen serving
+        self._absent: dict[str, float] = {}  # since when a worker's address has no session
+        self._known: set[str] = set()  # addresses that gateways know
         self.workers: dict[str, list[WorkerLoad]] = {role: [] for role in ROLES}
 
     def note(self, asked: Mapping[str, GatewayLook | None], at_s: float) -> FleetCounters | None:
-        """`asked`: gateways by address; None where one did not answer. Where none did the load is unknown."""
+        """Return the counters since the previous report. `asked`: the reports of gateways by address, None for one that
+        did not answer. If none did, the load is unknown."""
         before, seconds = self._before, at_s - self._at_s
         looks = {name: look for name, look in asked.items() if look is not None}
-        known = {name: before[name] for name in asked if name in before}  # not of those that are gone
+        known = {name: before[name] for name in asked if name in before}  # without gateways that are gone
         self._before = known | {name: (at_s, look.requests) for name, look in looks.items()}
         self._at_s = at_s
         serving, starting = self._count_workers(looks, at_s, is_first=not before)
@@ -84,15 +86,16 @@ class FleetWatch:
         )
 
     def with_placed(self, seen: FleetCounters, placed: Iterable[Placed]) -> FleetCounters:
-        """Return the counters, with those that no gateway knows of yet among the workers that start: one registers, or
-        has its address in the DNS, only with its model loaded."""
+        """Return the counters with placed workers that no gateway knows yet added to `starting`: a worker registers, or
+        appears in DNS, only once its model is loaded."""
         unknown = Counter(worker.role for worker in placed if worker.address not in self._known)
         return seen._replace(starting={role: seen.starting[role] + unknown[role] for role in ROLES})
 
     def _count_workers(
         self, looks: Mapping[str, GatewayLook], at_s: float, is_first: bool
     ) -> tuple[dict[str, int], dict[str, int]]:
-        """Return those that serve and those that start, by role. A worker counts once, whichever gateways see it."""
+        """Return the numbers of serving and of starting workers by role. A worker counts once, however many gateways
+        see it."""
         found: dict[str, pb.WorkerView] = {}
         for look in looks.values():
             for view in look.workers.workers:
@@ -106,7 +109,7 @@ class FleetWatch:
         absent, self._absent = self._absent, {}
         for address, view in found.items():
             if view.state == "connecting":
-                # One that was there before is gone, or starts again; either way it is none that was added.
+                # A worker that was there before is gone or restarts; neither counts as one that was added.
                 since = self._absent[address] = absent.get(address, -math.inf if is_first or address in known else at_s)
                 starting[view.role] += at_s - since < STARTS_S
             elif view.state == "serving":
@@ -131,29 +134,27 @@ class FleetWatch:
 
 
 def dtypes_of(looks: Iterable[GatewayLook]) -> tuple[str, str] | None:
-    """Return in which dtype most workers compute and in which form they keep KV, as they say; None: none has said
-    it."""
+    """Return the (dtype, form of KV) that most workers report; None if none does."""
     cards = (view.hello.model for look in looks for view in look.workers.workers)
     known = ((card.dtype, card.kv_dtype) for card in cards if card.dtype and card.kv_dtype in KV_FORMS)
     return next((dtypes for dtypes, _ in Counter(known).most_common(1)), None)
 
 
 def device_of(looks: Iterable[GatewayLook]) -> str:
-    """Return what computes in most workers that say it, in the words of one of them: a GPU, or a CPU; "": none says
-    it."""
+    """Return the device name that most workers report, of a GPU or of a CPU; "" if none does."""
     devices = [view.hello.model.device for look in looks for view in look.workers.workers]
     gpus, cpus = ([name for name in devices if name and names_gpu(name) == is_gpu] for is_gpu in (True, False))
     return next(iter(max(gpus, cpus, key=len)), "")
 
 
 def _since(before: pb.ListRequestsResponse, now: pb.ListRequestsResponse) -> tuple[float, float, float, float]:
-    """Return the requests that came, refused ones too, those that were answered, and the tokens read and written: of
-    the length of others nobody knows. A gateway that began again counts from its start."""
+    """Return the requests that came, including refused ones; the answered ones; and the tokens that these read and
+    wrote, since the lengths of others are unknown. A gateway that restarted counts from its start."""
     began_again = now.num_ended < before.num_ended or now.uptime_s < before.uptime_s
     base = pb.ListRequestsResponse() if began_again else before
     num = now.num_ended - base.num_ended + now.num_running - base.num_running
     answered = now.num_answered - base.num_answered
-    if not answered:  # as of a gateway of an older version, which does not say it
+    if not answered:  # also of an older gateway, which does not report it
         return max(0.0, num), 0.0, 0.0, 0.0
     return (
         max(0.0, num),

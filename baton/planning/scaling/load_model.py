@@ -1,4 +1,4 @@
-"""The worker-seconds of a request, by the model of `baton plan`: what a role works for it within the SLO."""
+"""The worker-seconds of a request by role, within the SLO, by the model of `baton plan`."""
 
 from typing import Protocol
 
@@ -16,12 +16,13 @@ class LoadModel(Protocol):
     def write_s(self, prompt_tokens: float, output_tokens: float) -> float: ...
 
     def token_s(self, num_streams: float, context: float) -> float:
-        """Return the seconds of a token of each of so many streams on one worker."""
+        """Return the seconds per token of each of `num_streams` streams on one worker."""
         ...
 
 
 class StepModel:
-    """By step times: a prompt has its worker to itself, an answer shares steps with as many as the SLO allows."""
+    """A LoadModel by step times: a prompt has its worker to itself, an answer shares its steps with as many others as
+    the SLO allows."""
 
     def __init__(self, times: StepTimes, slo: Slo, max_num_seqs: int, chunk: int):
         self.times, self._slo, self._max_num_seqs, self._chunk = times, slo, max_num_seqs, chunk

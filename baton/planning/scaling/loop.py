@@ -1,4 +1,5 @@
-"""The scaler as a process: looks at the fleet, holds the lease, decides once a minute, and performs or tells it."""
+"""The scaler as a process: it reads the fleet's counters, holds the lease, decides once a minute, and carries changes
+out or prints them."""
 
 import asyncio
 import logging
@@ -18,40 +19,41 @@ _RENEW_S = 10.0  # a third of the lease
 
 log = logging.getLogger(__name__)
 
-# None: a gateway did not answer within a bound of time.
+# Returns each gateway's report; None for one that did not answer in time.
 Look = Callable[[], Awaitable[Mapping[str, GatewayLook | None]]]
 
 
 class Performer(Protocol):
-    """What carries changes out. Each change returns when it is begun; what it failed at is tried again in the next
+    """Carries changes out. Each call returns once the change has begun; what fails is tried again in the next
     minute."""
 
     async def placed(self) -> list[Placed]:
-        """Return the workers that it has started and keeps, those that load their model among them."""
+        """Return the workers that it has started and keeps, including those that still load their model."""
         ...
 
     async def start(self, role: str, number: int) -> None: ...
 
     async def drain(self, address: str, next_role: str) -> None:
-        """Empty a worker and let it go; with `next_role` it serves in that role afterwards."""
+        """Drain a worker and let it exit, or serve in `next_role` afterwards."""
         ...
 
 
 class ScalerLoop:
-    """`run()` until cancelled. `report(line)` gets what is proposed or done, when that changes."""
+    """The scaler's loop: `run()` until cancelled. `report(line)` receives the changes that are proposed or made, when
+    they differ from the last."""
 
     def __init__(
         self, scaler: Scaler, watch: FleetWatch, look: Look, report: Callable[[str], None], performer: Performer | None = None,
         lease: LeaderLease | None = None,
     ):  # fmt: skip
-        """Without `performer` it only proposes, without `lease` it is alone."""
+        """Make the loop. Without `performer` it only proposes; without `lease` it assumes that no other scaler runs."""
         self._scaler, self._watch, self._look, self._report = scaler, watch, look, report
         self._performer, self._lease, self._reported = performer, lease, ""
 
     async def run(self) -> None:
         decided_at = -DECIDE_S
         try:
-            while not is_cancelled():  # not for ever: what asks Redis may swallow the cancellation
+            while not is_cancelled():  # checked, since the Redis client may swallow the cancellation
                 leads = await self._leads()
                 if now() - decided_at >= DECIDE_S:
                     decided_at = now()
@@ -62,13 +64,13 @@ class ScalerLoop:
                 await self._lease.release()
 
     async def turn(self, leads: bool = True) -> ScaleDecision | None:
-        """Look once; where this one `leads`, decide. Those that follow keep their counters, so that one of them can
-        lead at once."""
+        """Read the counters once; if this scaler `leads`, decide. Scalers that follow keep their counters too, so that
+        one can lead immediately."""
         seen = await self._seen()
         if seen is None:
             return None
         decision = self._scaler.decide(seen)
-        # Asked again: a look that reads a model's files may take longer than the lease.
+        # Asked again, since a look that reads a model's files may take longer than the lease.
         if decision is None or not leads or not await self._leads():
             return None
         changes = decision.changes(seen.serving, seen.starting)
@@ -86,7 +88,8 @@ class ScalerLoop:
         return self._lease is None or await self._lease.hold()
 
     async def _seen(self) -> FleetCounters | None:
-        """Return what happened since the last look; None for the first, and where it is unknown which workers start."""
+        """Return the counters since the previous look; None for the first, and if it is unknown which workers are
+        starting."""
         seen = self._watch.note(await self._look(), now())
         if seen is None or self._performer is None:
             return seen
@@ -98,9 +101,9 @@ class ScalerLoop:
 
 
 async def _perform(performer: Performer, change: ScaleChange, leaving: Iterator[WorkerLoad]) -> None:
-    """`leaving`: the role's workers, the first to go first, without those that were asked for another change. What
-    fails is told and done without: a worker that cannot be reached holds up no other. One that should change its role
-    may have gone when that failed, so that no other is asked in its place."""
+    """Carry one change out. `leaving` yields the role's workers that no other change has asked, in the order in which
+    they should leave. Failures are logged, so an unreachable worker holds up no other. A worker that failed to change
+    its role may have exited, so no other is asked in its place."""
     if change.kind == "start":
         await _succeeds(performer.start(change.role, change.number), change.words)
         return
@@ -111,7 +114,7 @@ async def _perform(performer: Performer, change: ScaleChange, leaving: Iterator[
 
 
 def _load_of(worker: WorkerLoad) -> tuple[int, str]:
-    """Return by what workers are sorted that may go: the least loaded goes first."""
+    """Return the sort key of workers to drain: the least loaded first."""
     return worker.num_running, worker.address
 
 

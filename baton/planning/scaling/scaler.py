@@ -1,13 +1,12 @@
-"""How many workers of each role a fleet should have: one decision a minute.
+"""Decide once a minute how many workers of each role a fleet should have.
 
-    up      what comes, or will have come by the time a worker has started, is more than the workers hold
-    down    what came at most in the last minutes is less than the survivors hold, and no worker was added lately
-    else    as it is: between the two bounds lies a gap, so that a load at a boundary moves nothing
+  up      the load now, or by the time a new worker serves, is more than the workers hold
+  down    the peak of the last minutes is less than the remaining workers hold, and no worker was added lately
+  else    no change: there is a gap between the two bounds, so a load at a boundary moves nothing
 
-Latencies are not steered by: a queue, or tokens that come too slowly in p95, add a worker where the model says that
-there is room, once for each time that a worker takes to start, and only while the role is busy; so a latency that no
-number of workers mends adds none without end.
-"""
+Latencies do not steer the number directly. A queue, or a p95 of tokens that is too slow, adds a worker if the model
+says that there is room: once per start time of a worker, and only while the role is busy. So a latency that no number
+of workers mends does not add them endlessly."""
 
 import math
 from collections import deque
@@ -21,26 +20,26 @@ from baton.protocol import ROLES
 from baton.service.slo import Slo
 
 DECIDE_S = 60.0
-MOST_BUSY = 0.8  # of a worker's time: beyond it requests wait for one another, whatever the model of one says
-_UP, _DOWN = 0.96, 0.88  # of that: a load at the boundary of one is well within the other's
-_TREND_SAMPLES = 10  # by which the slope is known
-_PEAK_S = 900.0  # survivors must hold the most of so long
-_STAY_S = 600.0  # after a worker was added none of its role goes
-_SMOOTHING = 0.3  # of a new ratio; one stall is no slow fleet
-_RATIOS = (0.5, 3.0)  # what is believed of a ratio
-_BUSY = 0.5  # of what a role holds: with less of it another worker mends no queue
+MOST_BUSY = 0.8  # of a worker's time: above it, requests wait for one another, whatever the single-worker model says
+_UP, _DOWN = 0.96, 0.88  # of MOST_BUSY: a load at one boundary is well within the other's
+_TREND_SAMPLES = 10  # for the slope
+_PEAK_S = 900.0  # over which the remaining workers must hold the peak
+_STAY_S = 600.0  # after a worker was added, during which none of its role is removed
+_SMOOTHING = 0.3  # weight of a new ratio: one stall is no slow fleet
+_RATIOS = (0.5, 3.0)  # bounds of a believable ratio
+_BUSY = 0.5  # of what a role holds: below it, another worker mends no queue
 
 
 @dataclass(frozen=True)
 class ScalerBounds:
-    """Workers by role, at least and at most, and of both roles together."""
+    """The fewest and most workers by role, and the most of both roles together."""
 
     least: Mapping[str, int] = field(default_factory=lambda: {"prefill": 0, "decode": 1})
     most: Mapping[str, int] = field(default_factory=lambda: dict.fromkeys(ROLES, 64))
     most_together: int = 128
 
     def __post_init__(self) -> None:
-        """Raise ValueError where they contradict one another."""
+        """Check that the bounds do not contradict each other. Raises ValueError."""
         for role in ROLES:
             if not 0 <= self.least[role] <= self.most[role]:
                 raise ValueError(f"{role} workers: at least {self.least[role]} and at most {self.most[role]}")
@@ -53,25 +52,25 @@ class ScalerBounds:
 def role_work(
     model: LoadModel, bounds: ScalerBounds, requests_per_s: float, prompt_tokens: float, output_tokens: float
 ) -> dict[str, float]:
-    """Return the work of each role, in workers that would do nothing else."""
+    """Return the work of each role, in fully busy workers."""
     if not requests_per_s:
         return dict.fromkeys(ROLES, 0.0)
     read = requests_per_s * model.read_s(prompt_tokens)
     write = requests_per_s * model.write_s(prompt_tokens, output_tokens)
-    if not bounds.most["prefill"]:  # decode workers read prompts too
+    if not bounds.most["prefill"]:  # then decode workers read prompts too
         return {"prefill": 0.0, "decode": read + write}
     return {"prefill": read, "decode": write}
 
 
 class ScaleDecision(NamedTuple):
-    """How many of each role there should be, and why, a short sentence for each role."""
+    """How many workers of each role there should be, with a short reason for each role."""
 
     wanted: dict[str, int]
     reasons: dict[str, str]
 
     def changes(self, serving: Mapping[str, int], starting: Mapping[str, int]) -> list["ScaleChange"]:
-        """Return what takes the fleet there: a worker too many of one role becomes one of the other that is missing.
-        None goes for those that start: they may for long."""
+        """Return the changes that lead to this decision. A surplus worker of one role becomes a missing one of the
+        other. Workers that are starting do not justify removing others, since they may take long."""
         missing = {role: self.wanted[role] - serving[role] - starting[role] for role in ROLES}
         spare = {role: serving[role] - self.wanted[role] for role in ROLES}
         found: list[ScaleChange] = []
@@ -89,7 +88,7 @@ class ScaleDecision(NamedTuple):
 
 
 class ScaleChange(NamedTuple):
-    """`kind`: start, drain, or change into `next_role`."""
+    """One change. `kind`: start, drain, or change into `next_role`."""
 
     kind: str
     role: str
@@ -104,14 +103,14 @@ class ScaleChange(NamedTuple):
 
 @dataclass
 class _RoleHistory:
-    """The work of a role, in workers that would do nothing else, minute by minute."""
+    """The work of a role minute by minute, in fully busy workers."""
 
     work: deque[tuple[float, float]] = field(default_factory=deque)
     begun_at: float = math.inf
     ratio: float = 1.0
     added_at: float = -math.inf
     nudged_at: float = -math.inf
-    extra: int = 0  # workers that a queue asked for, beyond the model
+    extra: int = 0  # workers added for a queue, on top of the model
 
     def note(self, at_s: float, work: float) -> None:
         self.begun_at = min(self.begun_at, at_s)
@@ -123,7 +122,8 @@ class _RoleHistory:
         return max(work for at, work in self.work if at > at_s - _PEAK_S)
 
     def expected(self, at_s: float, ahead_s: float) -> float:
-        """Return the work at `at_s + ahead_s`, if it goes on as it has gone lately; never less than now."""
+        """Return the work at `at_s + ahead_s` if its recent trend continues; never less than the mean of the
+        latest and the average work."""
         recent = list(self.work)[-_TREND_SAMPLES:]
         latest = recent[-1][1]
         if len(recent) < 3:
@@ -137,22 +137,22 @@ class _RoleHistory:
 
 
 class Scaler:
-    """`decide` once a minute, with what the fleet counted since."""
+    """The scaler: call `decide` once a minute with the counters since the last call."""
 
     def __init__(self, model: LoadModel, bounds: ScalerBounds, slo: Slo, start_s: float):
-        """`start_s`: from a decision until the new worker serves."""
+        """Make a scaler. `start_s`: seconds from a decision until the new worker serves."""
         self._model, self._bounds, self._slo, self._start_s = model, bounds, slo, start_s
         self._roles = {role: _RoleHistory() for role in ROLES}
         self._lengths = (math.nan, math.nan)
 
     def decide(self, seen: FleetCounters) -> ScaleDecision | None:
-        """Return what there should be; None where the counters say nothing, and all stays as it is."""
+        """Return how many workers there should be; None if the counters are missing, and nothing should change."""
         if not is_number(seen.requests_per_s):
             return None
         self._note_lengths(seen)
         self._note_ratios(seen)
         if seen.requests_per_s and not all(map(is_number, self._lengths)):
-            return self._to_least(seen)  # something comes, and nothing is known of it yet: answers alone tell it
+            return self._to_least(seen)  # requests come, but their lengths are unknown until answers end
         work = role_work(self._model, self._bounds, seen.requests_per_s, *self._lengths)
         wanted, reasons = {}, {}
         for role in ROLES:
@@ -161,7 +161,8 @@ class Scaler:
         return ScaleDecision(self._within(wanted, reasons), reasons)
 
     def _to_least(self, seen: FleetCounters) -> ScaleDecision | None:
-        """Return what takes a fleet of which no more is known up to its least; None where it has that. None goes."""
+        """Return a decision that raises the fleet to its minimum without removing workers; None if it is there
+        already."""
         have = {role: seen.serving[role] + seen.starting[role] for role in ROLES}
         wanted = {role: max(have[role], self._bounds.least[role]) for role in ROLES}
         reasons: dict[str, str] = dict.fromkeys(ROLES, "of the load nothing is known yet, this is the least")
@@ -176,7 +177,7 @@ class Scaler:
         self._lengths = prompt, output
 
     def _note_ratios(self, seen: FleetCounters) -> None:
-        """Nothing is learnt while workers start: what they serve first compiles and fills caches."""
+        """Update the ratios, but not while workers start: what they serve first compiles kernels and fills caches."""
         for role, ratio in (("prefill", seen.read_ratio), ("decode", seen.write_ratio)):
             if is_number(ratio) and ratio and not any(seen.starting.values()):
                 history, bounded = self._roles[role], min(max(ratio, _RATIOS[0]), _RATIOS[1])
@@ -204,13 +205,13 @@ class Scaler:
         return have, f"{expected:.2f} workers' work"
 
     def _nudge(self, role: str, seen: FleetCounters, have: int) -> None:
-        """Count one more where the role is busy and misses the objective, though the model finds room; take it back
-        once the others would meet it too."""
+        """Add an extra worker if the role is busy and misses the objective though the model finds room; remove it once
+        the others would meet the objective too."""
         history = self._roles[role]
         is_busy = history.work[-1][1] > _BUSY * MOST_BUSY * max(1, have)
         waits = is_number(seen.num_waiting) and seen.num_waiting > 0
         late = waits and role == self._busiest(seen) and _misses(self._slo.ttft_s, seen.ttft_p95_s)
-        # Tokens come slower the more streams share a worker; one worker fewer shares them among the others.
+        # Tokens come more slowly the more streams share a worker; without one worker, its streams move to the others.
         slow = role == "decode" and _misses(self._slo.tpot_s, seen.tpot_p95_s)
         too_few = role == "decode" and _misses(self._slo.tpot_s, seen.tpot_p95_s * have / max(1, have - 1))
         if (late or slow) and is_busy and not seen.starting[role]:
@@ -222,7 +223,7 @@ class Scaler:
             history.nudged_at = seen.at_s
 
     def _busiest(self, seen: FleetCounters) -> str:
-        """Return the role with the most work a worker."""
+        """Return the role with the most work per worker."""
 
         def share(role: str) -> float:
             work = self._roles[role].work
@@ -231,7 +232,7 @@ class Scaler:
         return max(ROLES, key=share)
 
     def _within(self, wanted: dict[str, int], reasons: dict[str, str]) -> dict[str, int]:
-        """Keep the bounds, those of both roles together by the part of each."""
+        """Return `wanted` within the bounds; at the common bound, the larger role gives way."""
         bounds = self._bounds
         found = {role: min(max(wanted[role], bounds.least[role]), bounds.most[role]) for role in ROLES}
         while sum(found.values()) > bounds.most_together:
@@ -242,7 +243,7 @@ class Scaler:
 
 
 def _holding(work: float, part: float) -> int:
-    """Return how many workers hold so much work, none of them busier than `part` of MOST_BUSY."""
+    """Return how many workers hold this much work, none busier than `part` of MOST_BUSY."""
     return math.ceil(work / (MOST_BUSY * part) - 1e-9)
 
 
