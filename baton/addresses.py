@@ -1,4 +1,4 @@
-"""Addresses as they are written: HOST:PORT, with brackets around an IPv6 host."""
+"""Network addresses: HOST:PORT, with brackets around an IPv6 host."""
 
 
 class AddressError(ValueError):
@@ -6,25 +6,25 @@ class AddressError(ValueError):
 
 
 def split_address(address: str) -> tuple[str, int]:
-    """("host", port) of "host:port" or "[v6]:port". Raises AddressError."""
+    """Return ("host", port) of "host:port" or "[v6]:port". Raises AddressError."""
     host, colon, port = address.rpartition(":")
-    # int() raises ValueError beyond 4,300 digits.
+    # int() raises ValueError for more than 4,300 digits.
     if not colon or not host or not port.isdecimal() or len(port) > 5 or int(port) > 65535:
         raise AddressError(f"{address!r} is not HOST:PORT")
-    if ":" in host and (host[0], host[-1]) != ("[", "]"):  # gRPC takes it for an address without a port
+    if ":" in host and (host[0], host[-1]) != ("[", "]"):  # gRPC would take it for an address without a port
         raise AddressError(f"{address!r} is not HOST:PORT: an IPv6 address takes brackets, [::1]:50051")
     try:
-        host.encode("idna")  # as getaddrinfo() does, of which nobody expects UnicodeError
+        host.encode("idna")  # getaddrinfo() does the same, and its callers do not expect UnicodeError
     except UnicodeError:
         raise AddressError(f"{address!r} is not HOST:PORT: no host can have that name") from None
     return host.strip("[]"), int(port)
 
 
 def host_of(address: str) -> str:
-    """Return the host of HOST:PORT as it is written, an IPv6 one with its brackets."""
+    """Return the host of HOST:PORT as written, an IPv6 host with its brackets."""
     return address.rpartition(":")[0]
 
 
 def bare_host_of(address: str) -> str:
-    """Return the host of HOST:PORT, an IPv6 one without brackets."""
+    """Return the host of HOST:PORT, an IPv6 host without brackets."""
     return host_of(address).strip("[]")

@@ -1,9 +1,8 @@
 """The header of a .gguf file: metadata and offsets of the tensors. Plain Python, for gateway, worker and engine alike.
 
 Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. The `gguf` package's reader makes a numpy array of
-every word of the vocabulary (128k tokens, 280k merges on a busy machine: 39 s and 617 MB, here 0.1 s and 8 MB); here an
-array of strings is walked, and decoded when asked for.
-"""
+every word of the vocabulary: 39 s and 617 MB for 128k tokens and 280k merges on a busy machine. Here an array of
+strings is only skipped, and decoded on request: 0.1 s and 8 MB."""
 
 import hashlib
 import mmap
@@ -15,15 +14,15 @@ from baton.model_files import why_not_itself
 
 MAGIC, VERSIONS = b"GGUF", (2, 3)
 MAX_DIMENSIONS = 4
-ALIGNMENT = 32  # bytes, of every tensor, where general.alignment does not say
+ALIGNMENT = 32  # in bytes, of every tensor, if general.alignment is missing
 # Value types by number: struct's letter; 8 is a string, 9 an array.
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 STRING, ARRAY = 8, 9
 TOKENIZER = "tokenizer."
 CONTROL, USER_DEFINED = 3, 4  # token types
-# What ends a text: ids that a file names, and, since most name one of several, control tokens by their text, as
-# llama.cpp's llama-vocab.cpp has them; also those of the other type, which converters give to added tokens that are not
-# special.
+# What ends a text: the ids that a file names, and control tokens by their text, since most files name only one of
+# several. The texts are those of llama.cpp's llama-vocab.cpp; user-defined tokens count too, since converters give
+# added tokens that are not special this type.
 _END_KEYS = tuple(f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom"))
 _END_TEXTS = frozenset((
     "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<|im_end|>", "<|endoftext|>", "<|end|>", "</s>", "<EOT>",
@@ -33,12 +32,12 @@ _INTEGERS, _FLOATS, _BOOL = frozenset((0, 1, 2, 3, 4, 5, 10, 11)), frozenset((6,
 
 
 def is_gguf(path: Path) -> bool:
-    """Return whether a model is a .gguf file, by its name."""
+    """Return whether a path names a .gguf file."""
     return path.suffix == ".gguf"
 
 
 class GGUFError(Exception):
-    """Not a whole GGUF file; one line that names it."""
+    """The file is not a complete GGUF file; one line that names it."""
 
 
 class TensorInfo(NamedTuple):
@@ -70,10 +69,10 @@ TEXT, TEXTS = Kind("a string", frozenset((STRING,))), Kind("a list of strings", 
 
 
 class GGUFHeader:
-    """`tensors` by name; `get(key, kind)` decodes a value of the metadata."""
+    """The header of one file: `tensors` by name; `get(key, kind)` decodes a metadata value."""
 
     def __init__(self, path: Path):
-        """Raises GGUFError for what is not a whole header."""
+        """Read the header. Raises GGUFError if it is not complete."""
         self.path = path
         self.tensors: dict[str, TensorInfo] = {}
         self._values: dict[str, _Value] = {}
@@ -89,7 +88,7 @@ class GGUFHeader:
             raise GGUFError(f"{path}: {reason}") from None
 
     def get(self, key: str, kind: Kind, default: Any = None) -> Any:
-        """A value; `default` where the file does not say. Raises GGUFError for one of another kind."""
+        """Return a metadata value; `default` if the file has none. Raises GGUFError for a value of another kind."""
         value = self._values.get(key)
         if value is None:
             return default
@@ -105,7 +104,7 @@ class GGUFHeader:
 
     @property
     def tokenizer_digest(self) -> bytes:
-        """SHA-256 of all that the file says of its tokenizer: what gateways and workers must agree in."""
+        """SHA-256 of everything that the file says of its tokenizer, on which gateways and workers must agree."""
         digest = hashlib.sha256()
         for key, value in sorted(self._values.items()):
             if key.startswith(TOKENIZER):
@@ -114,7 +113,7 @@ class GGUFHeader:
         return digest.digest()
 
     def end_ids(self, vocab_size: int) -> frozenset[int]:
-        """Return the ids that end a text. Raises GGUFError for one that the file names and the vocabulary has not."""
+        """Return the ids that end a text. Raises GGUFError if the file names one outside the vocabulary."""
         named = {key: self.get(key, INTEGER, -1) for key in _END_KEYS}  # -1: none
         if wrong := next((key for key, token_id in named.items() if not -1 <= token_id < vocab_size), None):
             why = f"{named[wrong]} is not one of the vocabulary, which has {vocab_size} ids"
@@ -145,7 +144,7 @@ class GGUFHeader:
         self._lay_out(tensors, self._position)
 
     def _tensor(self) -> tuple[str, TensorInfo]:
-        """Its offset is still one into the data."""
+        """Return the name and info of the next tensor; its offset is still relative to the data."""
         name, num_dimensions = self._string(), self._number("I")
         if num_dimensions > MAX_DIMENSIONS:
             raise ValueError(f"tensor {name} has {num_dimensions} dimensions")

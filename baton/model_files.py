@@ -1,11 +1,10 @@
-"""Files of a model that are not what their names say, or not where they may be. Plain Python, for gateway and engine
-alike."""
+"""Explain model files that are missing, or are not what their names say. Plain Python, for gateway and engine alike."""
 
 import os
 from pathlib import Path
 
 _POINTER = b"version https://git-lfs"
-# Of which transformers makes what is read here.
+# Files from which transformers makes the key, which is read here.
 _SOURCES = {
     "tokenizer.json": ("tekken.json", "tokenizer.model"),
     "model.safetensors": ("pytorch_model.bin", "pytorch_model.bin.index.json"),
@@ -13,9 +12,9 @@ _SOURCES = {
 
 
 def why_not_itself(path: Path) -> str | None:
-    """Return what stands in place of a file, and what to do: a link that leads nowhere, as a cache that was cleared
-    leaves them, or Git LFS's pointer, as a clone without it does; or of what one that is not there can be made. None:
-    the file itself, or none that can be read."""
+    """Return why a file is not usable, with advice; None if it is the file itself or cannot be read. It may be a
+    dangling link, as a cleared cache leaves, a Git LFS pointer from a clone without LFS, or missing though it can be
+    made from another file."""
     if path.is_symlink() and not path.exists():
         return f"is a link to {os.readlink(path)}, which is not there; fetch the model again"
     try:
@@ -30,10 +29,10 @@ def why_not_itself(path: Path) -> str | None:
 
 
 def below_root(root: Path, path: str) -> Path | None:
-    """Return what `path` names below `root`, links followed; None: it leads elsewhere, or names `root` by being empty.
-    Raises ValueError for what can name nothing."""
+    """Return the path that `path` names below `root`, with links followed; None if it leads elsewhere or is empty.
+    Raises ValueError for an invalid path."""
     try:
         found = (root / path).resolve()
-    except (ValueError, RuntimeError, OSError) as error:  # a NUL in it; links in a circle, until Python 3.12
+    except (ValueError, RuntimeError, OSError) as error:  # for a NUL in it, or a cycle of links until Python 3.12
         raise ValueError(str(error)) from None
     return found if path and found.is_relative_to(root.resolve()) else None

@@ -1,10 +1,9 @@
-"""A process that compiles constraints to see whether they can be, and how much that takes: what explodes, explodes
-here.
+"""A process that compiles constraints to find out whether that succeeds and what it costs, so that a constraint that
+explodes harms no gateway.
 
-In: a frame with the size of the vocabulary and the tokenizer.json, then a frame for each constraint. Out: for each
-frame one with ["", ""], or with what is wrong, as [place, reason]. A frame is its length in 8 bytes, and its bytes. The
-process ends with its input; the kernel ends it where a constraint takes more processor time or memory than it may.
-"""
+Input: a frame with the size of the vocabulary and the tokenizer.json, then a frame for each constraint. Output: a frame
+for each, ["", ""] or what is wrong as [place, reason]. A frame is its length in 8 bytes, then its bytes. The process
+ends with its input; the kernel ends it when a constraint exceeds its CPU time or memory."""
 
 import json
 import os
@@ -56,9 +55,8 @@ def main() -> int:
 
 
 def walk(grammar: Grammar) -> None:
-    """Follow the grammar along tokens that are drawn by chance, always the same, and again from its beginning where
-    they end: `{}` says nothing of other objects. Raises BadConstraint for one that cannot be followed, or whose masks
-    take too long."""
+    """Follow the grammar along random tokens, always the same ones, and start again when they end, since `{}` says
+    nothing about other objects. Raises BadConstraint if the grammar cannot be followed, or if a mask takes too long."""
     vocabulary, cursor, token_ids = grammar.vocabulary, grammar.cursor(), list[int]()
     mask, draws = vocabulary.new_masks(1)[0], np.random.default_rng(0)
     for _ in range(_STEPS):

@@ -1,5 +1,5 @@
-"""A constraint as data, and its grammar in the words of llguidance. What a look at the text can refuse is refused
-here."""
+"""A constraint as data, and its grammar in llguidance's language. Constraints that an inspection of the text can refuse
+are refused here."""
 
 import json
 import re
@@ -21,7 +21,7 @@ _NO_OPTIONS = "%llguidance {}"  # how guidance begins each grammar
 
 
 class BadConstraint(ValueError):
-    """A constraint that cannot be kept to. `place`: where in it, "" for all of it; the message ends a sentence."""
+    """A constraint that cannot be kept. `place`: where in it, "" for all of it; the message completes a sentence."""
 
     def __init__(self, place: str, reason: str):
         super().__init__(f"{place}: {reason}" if place else reason)
@@ -29,14 +29,14 @@ class BadConstraint(ValueError):
 
 
 class Constraint(NamedTuple):
-    """What an answer may be."""
+    """A constraint on an answer."""
 
     kind: str  # as the field of the contract: json_schema, json_object, regex, choice, grammar
     text: str  # json_object: empty; choice: a JSON array of the texts
 
 
 def constraint_of(message) -> Constraint:
-    """Return the constraint that a message baton.v1.Constraint holds. Raises BadConstraint."""
+    """Return the constraint in a baton.v1.Constraint message. Raises BadConstraint."""
     kind = message.WhichOneof("kind")
     if kind is None:
         kinds = ", ".join(field.name for field in message.DESCRIPTOR.fields)
@@ -50,7 +50,7 @@ def constraint_of(message) -> Constraint:
 
 
 def write_constraint(message, constraint: Constraint) -> None:
-    """Write a constraint into a message baton.v1.Constraint: what `constraint_of` reads."""
+    """Write a constraint into a baton.v1.Constraint message, the inverse of `constraint_of`."""
     kind, text = constraint
     if kind == "choice":
         message.choice.texts.extend(json.loads(text))
@@ -59,7 +59,7 @@ def write_constraint(message, constraint: Constraint) -> None:
 
 
 def grammar_of(constraint: Constraint) -> str:
-    """Return the grammar, in the words of llguidance. Raises BadConstraint."""
+    """Return the grammar of a constraint in llguidance's language. Raises BadConstraint."""
     kind, text = constraint
     check_size(text)
     if kind == "choice":
@@ -80,7 +80,8 @@ def grammar_of(constraint: Constraint) -> str:
 
 
 def check_size(text: str, where: str = "") -> None:
-    """Raises BadConstraint for a constraint that is too long. `where`: in words that are not its sender's."""
+    """Check the size of a constraint. `where` names its language in the error, if it is not the sender's. Raises
+    BadConstraint."""
     if (num_bytes := len(text.encode())) > MAX_BYTES:
         raise BadConstraint("", f"has {num_bytes} bytes{where}, at most {MAX_BYTES} are allowed")
 
@@ -121,7 +122,7 @@ def _schema_grammar(text: str) -> str:
 
 
 def _check_depth(text: str) -> None:
-    """Count brackets, those in strings too: what nests deeper is nothing that a person wrote."""
+    """Check the depth of brackets, including those in strings: no person nests deeper. Raises BadConstraint."""
     depth = most = 0
     for character in text:
         if character in "([{":

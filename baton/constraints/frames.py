@@ -1,5 +1,4 @@
-"""The frames between a process that has constraints checked and the one that checks them: a length in 8 bytes, and as
-many bytes."""
+"""Frames between a process that has constraints checked and the checker: a length in 8 bytes, then that many bytes."""
 
 from typing import BinaryIO
 

@@ -1,6 +1,7 @@
-"""Grammars in GBNF, as llama.cpp, XGrammar and SGLang read it, in the words of llguidance. Theirs is matched character
-by character, while the library cuts a text into lexemes, each the longest that there can be: `[0-9]+ [0-9] "x"` of
-lexemes would match nothing. So a grammar without recursion becomes one lexeme, and in others each character is one."""
+"""Translate grammars from GBNF, as llama.cpp, XGrammar and SGLang read it, to llguidance's Lark. GBNF is matched
+character by character, but llguidance splits a text into lexemes, each as long as possible: as lexemes, `[0-9]+ [0-9]
+"x"` would match nothing. So a grammar without recursion becomes one lexeme, and in a recursive one each character is a
+lexeme."""
 
 import re
 from collections.abc import Iterable, Iterator
@@ -32,7 +33,7 @@ class _Token(NamedTuple):
 
 
 def in_lark(grammar: str) -> str:
-    """Return a grammar in Lark, in which it may be already. Raises BadConstraint."""
+    """Return a grammar in Lark; one that is in Lark already is returned unchanged. Raises BadConstraint."""
     check_size(grammar)
     if not _HEAD.search(grammar):
         return grammar
@@ -47,7 +48,7 @@ def in_lark(grammar: str) -> str:
 
 
 def _rules(grammar: str) -> dict[str, list[_Token]]:
-    """Return what stands behind the name of each rule."""
+    """Return the tokens of each rule by name."""
     rules, tokens = dict[str, list[_Token]](), None
     for token in _tokens(grammar):
         if token.kind == "head":
@@ -80,7 +81,7 @@ def _tokens(grammar: str) -> Iterator[_Token]:
 
 
 def _reached(rules: dict[str, list[_Token]]) -> list[str]:
-    """Return the names of the rules that the root needs, its own first."""
+    """Return the names of the rules that the root needs, the root first."""
     names = {_ROOT: None}
     waiting = [_ROOT]
     while waiting:
@@ -92,7 +93,7 @@ def _reached(rules: dict[str, list[_Token]]) -> list[str]:
 
 
 def _has_order(rules: dict[str, list[_Token]], names: Iterable[str]) -> bool:
-    """Return whether no rule needs itself."""
+    """Return whether no rule is recursive."""
     try:
         TopologicalSorter(
             {name: [token.value for token in rules[name] if token.kind == "name"] for name in names}
@@ -108,7 +109,7 @@ def _lark_name(index: int, name: str, is_terminal: bool) -> str:
 
 
 def _expression(tokens: Iterable[_Token], known: dict[str, str], is_regular: bool) -> list[str]:
-    """Return what a rule stands for. `known`: names in Lark; `is_regular`: it is one lexeme."""
+    """Return the body of a rule in Lark. `known`: names in Lark; `is_regular`: the grammar is one lexeme."""
     parts, open_lines = list[str](), list[int]()
     before = ""  # kind of the token before, in the same sequence
     for line, kind, value in tokens:
@@ -176,7 +177,7 @@ def _characters(line: int, value: str) -> str:
 
 
 def _character(line: int, found: re.Match[str]) -> str:
-    """Return the character that stands in a text or in brackets."""
+    """Return the character that a text or a bracket expression holds."""
     *codes, escaped, plain = found.groups()
     if plain:
         return plain

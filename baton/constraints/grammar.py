@@ -1,5 +1,5 @@
-"""Grammars over one vocabulary: compiled once, and a cursor for each answer, which is a pure function of the grammar
-and of the token ids so far. So a worker that has both continues where another has stopped."""
+"""Grammars over one vocabulary: compiled once, with a cursor for each answer. A cursor is a pure function of the
+grammar and the token ids so far, so a worker that has both continues where another has stopped."""
 
 from collections.abc import Iterator, Sequence
 from itertools import takewhile
@@ -24,8 +24,8 @@ class Vocabulary:
     """The token ids of one model, as grammars see them. Immutable: threads may share it."""
 
     def __init__(self, tokenizer_json: bytes, vocab_size: int):
-        """`vocab_size`: of the model, which may know fewer ids than its tokenizer, or more. Raises ValueError for a
-        tokenizer whose tokens have no bytes of their own."""
+        """Read the tokenizer. `vocab_size` is the model's, which may be smaller or larger than the tokenizer's. Raises
+        ValueError for a tokenizer whose tokens have no bytes of their own."""
         self.vocab_size = vocab_size
         try:
             tokenizer = Tokenizer.from_buffer(tokenizer_json)
@@ -42,7 +42,8 @@ class Vocabulary:
         self.num_words = max(self.num_known_words, -(-vocab_size // WORD_BITS))
 
     def compile(self, constraint: Constraint) -> "Grammar":
-        """Return the grammar of a constraint. Takes up to seconds and lets other threads run. Raises BadConstraint."""
+        """Return the grammar of a constraint. It takes up to seconds and lets other threads run. Raises
+        BadConstraint."""
         limits = LLParserLimits(verbose_errors=False, precompute_large_lexemes=False)
         matcher = LLMatcher(self._tokenizer, grammar_of(constraint), log_level=0, limits=limits)
         if matcher.is_error():
@@ -53,12 +54,12 @@ class Vocabulary:
         return Grammar(self, matcher)
 
     def new_masks(self, num_masks: int) -> np.ndarray:
-        """Return masks int32 [num_masks, num_words] without any token."""
+        """Return empty masks int32 [num_masks, num_words]."""
         return np.zeros((num_masks, self.num_words), dtype=np.int32)
 
 
 class Grammar:
-    """A constraint that is compiled."""
+    """A compiled constraint."""
 
     def __init__(self, vocabulary: Vocabulary, matcher: LLMatcher):
         self.vocabulary, self._matcher = vocabulary, matcher
@@ -69,7 +70,7 @@ class Grammar:
 
 
 class GrammarCursor:
-    """A place in a grammar: that behind the tokens that it has read."""
+    """A position in a grammar: after the tokens that it has read."""
 
     __slots__ = ("num_read", "_matcher", "_vocabulary", "may_end")
 
@@ -80,41 +81,41 @@ class GrammarCursor:
 
     @property
     def is_over(self) -> bool:
-        """Return whether nothing may follow."""
+        """Whether nothing may follow."""
         return _is_over(self._matcher)
 
     @property
     def problem(self) -> str:
-        """Return why the grammar cannot be followed any further, "" if it can."""
+        """Why the grammar cannot be followed any further; "" if it can."""
         return _message(self._matcher.get_error()) if self._matcher.is_error() else ""
 
     def read(self, token_ids: Sequence[int], begin: int = 0) -> None:
-        """Go on behind the tokens of the answer, token_ids[begin:], of which the first `num_read` were read before."""
+        """Advance past the tokens of the answer, token_ids[begin:], of which the first `num_read` were read before."""
         if len(token_ids) - begin > self.num_read:
             self._matcher.consume_tokens(list(token_ids[begin + self.num_read :]))
             self.num_read = len(token_ids) - begin
 
     def advance(self, token_id: int) -> bool:
-        """Go on behind the next token of the answer; return whether another may follow."""
+        """Advance past the next token of the answer; return whether another may follow."""
         self._matcher.consume_token(token_id)
         self.num_read += 1
         return not self._matcher.is_stopped()
 
     def is_over_behind(self, token_id: int) -> bool:
-        """Return whether nothing may follow this token, which is the next."""
+        """Return whether nothing may follow `token_id` if it is the next token."""
         following = self._matcher.deep_copy()
         following.consume_token(token_id)
         return _is_over(following)
 
     def num_valid(self, token_ids: Sequence[int]) -> int:
-        """Return how many of these tokens may follow, one after the other; any ids may be asked about."""
+        """Return how many of these tokens may follow one another; any ids are accepted."""
         # An id that the library does not know would be an error, from which there is no way back.
         known = list(takewhile(lambda token_id: token_id < self._vocabulary.end_id, token_ids))
         return self._matcher.validate_tokens(known) if known else 0
 
     def fill(self, mask: np.ndarray) -> bool:
-        """Set the bits of the tokens that may be next, in `mask`, int32 [num_words]; note whether it may end. Return
-        whether the grammar could be followed so far."""
+        """Set the bits of the tokens that may be next in `mask`, int32 [num_words], and record whether the answer may
+        end. Return whether the grammar could be followed so far."""
         vocabulary = self._vocabulary
         if self._matcher.is_error():
             return False
@@ -133,7 +134,7 @@ class GrammarCursor:
         return True
 
     def behind(self, token_ids: Sequence[int]) -> Iterator["GrammarCursor"]:
-        """Yield the cursor behind each of these tokens, which may follow one after the other."""
+        """Yield the cursor after each of these tokens, which must be allowed one after the other."""
         matcher = self._matcher
         for index, token_id in enumerate(token_ids, 1):
             matcher = matcher.deep_copy()
@@ -142,13 +143,12 @@ class GrammarCursor:
 
 
 def _is_over(matcher: LLMatcher) -> bool:
-    """Return whether nothing may follow: what cannot be followed any further has stopped too, and is not over."""
+    """Return whether nothing may follow. A matcher with an error has stopped too, but is not over."""
     return matcher.is_stopped() and not matcher.is_error()
 
 
 def _message(error: str) -> str:
-    """Return a message of the library without its picture of the place, and without an option that there is not
-    here."""
+    """Return the library's message without its drawing of the place, and without an option that does not exist here."""
     lines = [line.strip() for line in error.replace("<non-verbose/>", "").splitlines()]
     kept = [line for line in lines if line and not line.startswith("^") and not line[:1].isdigit()] or lines
     message = one_line(" ".join(kept), 300)

@@ -1,6 +1,6 @@
-"""Names of properties that llguidance would mix up. It compares them as they are written, and lets one that it was not
-told of be written with any escape: `"\\u0061"` would be another name than `"a"`, and its value keep to another
-schema."""
+"""Names of properties that llguidance would confuse. It compares names as they are written, and lets a name that the
+schema does not list be written with any escape: `"\\u0061"` would count as another name than `"a"`, so its value would
+be held to another schema."""
 
 import json
 import re
@@ -28,21 +28,20 @@ _COUNTED_TWICE = (
 
 
 def may_rewrite_names(root: Any) -> bool:
-    """Return whether `plain_names` may stand in this schema."""
+    """Return whether `plain_names` may be used in this schema."""
     return not _AS_THEY_ARE.search(json.dumps(root))
 
 
 def plain_names(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """Return keywords by which names that are not in `properties` are free, but not written with an escape where none
-    is needed."""
+    """Return keywords that leave names outside `properties` free, but forbid unneeded escapes in them."""
     if not schema.get("properties") or not _is_open(schema):
         return {}
     return {"patternProperties": {_ANY_NAME: True}, "additionalProperties": False}
 
 
 def mixes_names(schema: Mapping[str, Any], are_rewritten: bool) -> bool:
-    """Return whether names of others could be written as none of those that this schema, without schemas in it, tells
-    of, and yet be one of them. `are_rewritten`: as `plain_names` has it."""
+    """Return whether a property could be written under a spelling that this schema (without its subschemas) does not
+    list, although it is a listed name. `are_rewritten`: as by `plain_names`."""
     names = [*_names(schema.get("properties")), *_names(schema.get("required"))]
     if not names and not schema.get("patternProperties"):
         return False
@@ -81,5 +80,5 @@ def _is_open(schema: Mapping[str, Any]) -> bool:
 
 
 def _names(found: Any) -> list[str]:
-    """Return the names in a value of `properties` or `required`, which may be of another shape than it should be."""
+    """Return the names in a value of `properties` or `required`, which may have the wrong shape."""
     return [name for name in found if isinstance(name, str)] if isinstance(found, dict | list) else []

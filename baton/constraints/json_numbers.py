@@ -1,5 +1,5 @@
-"""Numbers of a JSON schema that llguidance would not keep to. It reads each as 64 bits of floating point, those of 16
-digits and more not always as the nearest one, and whole ones then as 64 bits of an integer."""
+"""Numbers of a JSON schema that llguidance would not keep exactly. It reads each as a 64-bit float, those of 16 digits
+and more not always as the nearest one, and then converts whole ones to 64-bit integers."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -17,7 +17,8 @@ _NOT_OUTSIDE = "would not keep out the bound itself, as the other has the same w
 
 
 def check_numbers(schema: Mapping[str, Any]) -> tuple[str, str] | None:
-    """Return what is wrong with the numbers of a schema, those of schemas in it aside, as (place, reason), or None."""
+    """Return what is wrong with the numbers of a schema, without those in its subschemas, as (place, reason), or
+    None."""
     for keyword, value in schema.items():
         if keyword in _STEPS or keyword in ("const", "enum"):
             for place, number in values_in(f"/{keyword}", value):
@@ -53,7 +54,7 @@ def with_multiples(schema: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def values_in(place: str, value: object) -> Iterator[tuple[str, object]]:
-    """Yield the values in a value of JSON that are no objects and lists, with their places."""
+    """Yield the scalar values in a JSON value, with their places."""
     waiting = [(place, value)]
     while waiting:
         place, found = waiting.pop()
@@ -70,8 +71,8 @@ def _is_number(value: object) -> TypeGuard[float]:
 
 
 def _as_kept(keyword: str, number: int) -> int:
-    """Return the whole number that the library keeps to for this one, which may be narrower for a bound: then this
-    one."""
+    """Return the whole number that the library would enforce instead of this one. A bound may become narrower; then
+    return the number itself."""
     if keyword not in _STEPS:
         return _as_integer(number)
     step = _STEPS[keyword]
@@ -80,12 +81,12 @@ def _as_kept(keyword: str, number: int) -> int:
 
 
 def _as_integer(number: int, step: int = 0) -> int:
-    """Return what the library makes of a whole number, and a step from it, for integers."""
+    """Return what the library makes of a whole number, and a step from it, in an integer schema."""
     return _clamped(int(_as_float(number) + step))
 
 
 def _as_digits(number: int) -> int:
-    """Return what it makes of a whole number where others are allowed too: the fewest digits that are the same
+    """Return what the library makes of a whole number in a schema of any numbers: the fewest digits that give the same
     float."""
     return _clamped(int(Decimal(repr(_as_float(number)))))
 
@@ -95,7 +96,7 @@ def _as_float(number: int) -> float:
 
 
 def _as_read(number: float) -> float:
-    """Return what it reads of a number: its digits, and their power of ten, are rounded one after the other."""
+    """Return what the library reads for a number: it rounds the digits and their power of ten separately."""
     if len(text := repr(number)) <= 16 and "e" not in text:  # as most, of which there may be very many
         return number
     sign, digits, exponent = Decimal(text).as_tuple()
@@ -110,7 +111,8 @@ def _clamped(number: int) -> int:
 
 
 def _check_open_bounds(schema: Mapping[str, Any]) -> tuple[str, str] | None:
-    """The library writes a number as its whole part and digits, which may be left out behind a bound that has none."""
+    """Check exclusive bounds. The library writes a number as its whole part and its digits, and may omit the digits
+    next to a bound that has none."""
     if _STEPS.keys().isdisjoint(schema):  # as most, of which there may be very many
         return None
     low, is_low_open = _bound(schema, "minimum", "exclusiveMinimum", max)
@@ -125,7 +127,7 @@ def _check_open_bounds(schema: Mapping[str, Any]) -> tuple[str, str] | None:
 def _bound(
     schema: Mapping[str, Any], closed_name: str, open_name: str, tighter: Callable[..., float]
 ) -> tuple[float, bool]:
-    """Return the tighter of two bounds, NaN for none, and whether it is outside itself."""
+    """Return the tighter of two bounds, NaN for none, and whether it is exclusive."""
     closed, opened = schema.get(closed_name), schema.get(open_name)
     if opened is True:  # as draft 4 has it
         opened = closed

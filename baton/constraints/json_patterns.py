@@ -1,5 +1,5 @@
-"""Regular expressions as llguidance has to get them: a class in brackets is that of Python's re and of ECMA-262, and in
-those of a JSON schema so are a dot and white space of the latter."""
+"""Rewrite regular expressions for llguidance, so that bracket expressions mean what they mean in Python's re and
+ECMA-262, and in patterns of a JSON schema also the dot and white space mean what they mean in ECMA-262."""
 
 import re
 from collections.abc import Mapping
@@ -29,7 +29,7 @@ _CONTROLS = re.compile(
 
 
 def rewrite_classes(regex: str) -> str:
-    """Return a regular expression whose classes hold no other ones."""
+    """Return a regular expression whose bracket expressions contain no nested ones."""
     return _CLASSES.sub(lambda found: found[0] if found["end"] is None else _class(found), regex)
 
 
@@ -40,8 +40,8 @@ def repeats_for_good(regex: str) -> bool:
 
 
 def rewrite_pattern(pattern: str) -> str:
-    """Return one of a schema, whose classes are also without NUL: where one has all control characters, the library
-    takes quotation marks and backslashes for its own too."""
+    """Return the pattern of a schema rewritten for the library. Its classes also exclude NUL: in a class with all
+    control characters, the library takes quotation marks and backslashes for its own too."""
     wanted = _CLASSES if _DOT_ALL.search(pattern) else _CLASSES_AND_DOTS
     return wanted.sub(_rewritten, pattern)
 
@@ -68,8 +68,7 @@ def _with_spaces(text: str) -> str:
 
 
 def asks_for_controls(pattern: str) -> bool:
-    """Return whether control characters that JSON writes with `\\u` stand in a regular expression, outside of
-    classes."""
+    """Return whether a regular expression has, outside classes, control characters that JSON writes with `\\u`."""
     return any(found["control"] for found in _CONTROLS.finditer(pattern))
 
 
@@ -87,8 +86,8 @@ _OF_FORMATS = {"date": _LEAP_DAYS, "date-time": _LEAP_DAYS + _SECONDS, "time": f
 
 
 def with_valid_dates(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a schema with what the library's own formats of dates and times lack: 29 February is a day of leap years
-    alone, and no second is the 60th, which few readers of a time take. What lists its values stays as it is."""
+    """Return a schema with what the library's formats of dates and times lack: 29 February exists in leap years only,
+    and no second is the 60th, which few readers of a time accept. A schema that lists its values stays unchanged."""
     name, others = schema.get("format"), schema.get("allOf", [])
     if not isinstance(name, str) or name not in _OF_FORMATS or "enum" in schema or "const" in schema:
         return {**schema}

@@ -1,4 +1,5 @@
-"""References of a JSON schema that lead nowhere but to themselves: an answer would never end, or find no next token."""
+"""Find references of a JSON schema that lead only back to themselves: an answer would never end, or have no next
+token."""
 
 from collections.abc import Iterable, Mapping
 from graphlib import CycleError, TopologicalSorter
@@ -10,7 +11,7 @@ _ENDLESS = "no text keeps to it: what it needs leads back to it"
 
 
 def check_references(root: Any, references: Iterable[str]) -> tuple[str, str] | None:
-    """Return which of these references needs itself, as (place, reason), or None."""
+    """Return which of these references requires itself, as (place, reason), or None."""
     targets = {reference: referred_to(root, reference) for reference in sorted(set(references))}
     graph = dict[int, set[int]]()  # by identity: there may be very many spellings of a reference
     for target in targets.values():
@@ -25,7 +26,7 @@ def check_references(root: Any, references: Iterable[str]) -> tuple[str, str] | 
 
 
 def _needed(schema: Any) -> set[str]:
-    """Return the references that everything has to keep to which keeps to a schema."""
+    """Return the references that every value of a schema must satisfy."""
     if not isinstance(schema, dict):
         return set()
     needed = {schema["$ref"]} if isinstance(schema.get("$ref"), str) else set()
@@ -37,7 +38,7 @@ def _needed(schema: Any) -> set[str]:
 
 
 def _parts(schema: Mapping[str, Any]) -> list[Any]:
-    """Return the schemas of what an object or array has at least."""
+    """Return the schemas of the parts that every object or array of this schema has."""
     if schema.get("type") == "object" and isinstance(properties := schema.get("properties"), dict):
         return [
             properties[name] for name in _listed(schema.get("required")) if isinstance(name, str) and name in properties
@@ -53,7 +54,7 @@ def _listed(value: Any) -> list[Any]:
 
 
 def referred_to(root: Any, reference: str) -> Any:
-    """Return what a reference within the schema leads to, None for any other one."""
+    """Return the target of a reference within the schema; None for any other reference."""
     if reference == "#":
         return root
     found = root if reference.startswith("#/") else None

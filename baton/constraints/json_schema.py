@@ -1,5 +1,5 @@
-"""The keywords of JSON Schema. One that nobody knows is refused: ignored, a slip of the pen would be no bound. What the
-library would not keep to as it stands is refused too, or written otherwise."""
+"""The keywords of JSON Schema. An unknown keyword is refused: if it were ignored, a misspelt bound would have no
+effect. What the library would not keep as it stands is refused too, or rewritten."""
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -56,7 +56,7 @@ _BETWEEN = ("const", "enum", "allOf", "anyOf", "oneOf", "$ref")
 
 
 def check_schema(schema: object) -> tuple[str, str] | None:
-    """Return what is wrong with the keywords of a schema and with its values, as (place, reason), or None."""
+    """Return what is wrong with the keywords and values of a schema, as (place, reason), or None."""
     problem = _problem(schema)
     return problem and ("".join(map(_shown, problem[0])), problem[1])
 
@@ -86,7 +86,7 @@ def _problem(schema: object) -> tuple[str, str] | None:
 
 
 def check_support(schema: object) -> tuple[str, str] | None:
-    """Return which keyword of a checked schema the library does not keep to, as (place, reason), or None."""
+    """Return which keyword of a checked schema the library does not support, as (place, reason), or None."""
     for place, found in schemas_in(schema):
         for keyword, value in found.items():
             where = "".join(map(_shown, f"{place}/{keyword}"))
@@ -129,7 +129,7 @@ def _with_listed_names(schema: Any, root: Any) -> Any:
 
 
 def schemas_in(schema: object) -> Iterator[tuple[str, Any]]:
-    """Yield a schema and those in it, with their places, but for true and false."""
+    """Yield a schema and its subschemas with their places, except true and false."""
     waiting = [("", schema)]
     while waiting:
         place, found = waiting.pop()
@@ -145,7 +145,7 @@ def _shown(character: str) -> str:
 
 
 def _inner(kind: int, where: str, value: object) -> Iterator[tuple[str, object]]:
-    """Yield the schemas that a keyword holds; of another shape than it should be, the library refuses it."""
+    """Yield the subschemas of a keyword. A value of the wrong shape yields nothing; the library refuses it."""
     if kind in (_LIST, _SCHEMA) and isinstance(value, list):
         for index, each in enumerate(value):
             yield f"{where}/{index}", each
@@ -157,7 +157,7 @@ def _inner(kind: int, where: str, value: object) -> Iterator[tuple[str, object]]
 
 
 def with_inner(keyword: str, value: Any, change: Callable[[Any], Any]) -> Any:
-    """Return the value of a keyword with what `change` makes of each schema that it holds."""
+    """Return the value of a keyword with each of its subschemas replaced by `change(subschema)`."""
     kind = KEYWORDS.get(keyword, _NOTHING)
     if kind == _NAMED and isinstance(value, dict):
         return {name: change(each) for name, each in value.items()}
@@ -195,9 +195,9 @@ def part_alone(part: Any, root: Mapping[str, Any], count: Callable[[int], None])
 
 
 def rewrite_schema(schema: Mapping[str, Any], is_strict: bool = True) -> dict[str, Any]:
-    """Return a checked schema in words that the library keeps to, with its options: patterns whose classes are those of
-    ECMA-262, names that are not written with escapes, and no `$schema`, as keywords that are younger than the draft it
-    names would be ignored. `is_strict` False: what the library has no grammar for is left out."""
+    """Return a checked schema rewritten for the library, with its options: patterns as ECMA-262 means them, names
+    without escapes, and no `$schema`, since the library would ignore keywords that are newer than the draft it names.
+    `is_strict` False leaves out what the library has no grammar for."""
     schema = _with_listed_names(schema, schema)
     may_rewrite = may_rewrite_names(schema)
     are_mixed = has_mixed_names(schema, may_rewrite)
@@ -208,7 +208,7 @@ def rewrite_schema(schema: Mapping[str, Any], is_strict: bool = True) -> dict[st
 
 
 def has_mixed_names(schema: Any, are_rewritten: bool) -> bool:
-    """Return whether a schema or one in it mixes names, so that no text has `\\u`. `are_rewritten`: by
+    """Return whether a schema or a subschema confuses names, so that no text may contain `\\u`. `are_rewritten`: by
     `plain_names`."""
     return any(isinstance(each, dict) and mixes_names(each, are_rewritten) for _, each in schemas_in(schema))
 
@@ -227,7 +227,7 @@ def _rewritten(schema: Any, may_rewrite: bool) -> Any:
 
 
 def _in_order(schema: Mapping[str, Any]) -> Iterable[str]:
-    """Return the keywords of a schema, those that belong together one behind the other."""
+    """Return the keywords of a schema, with those that belong together next to one another."""
     if schema.keys().isdisjoint(_BETWEEN):  # as most
         return schema
     places = {keyword: place for place, keyword in enumerate(schema)}

@@ -1,5 +1,5 @@
-"""A schema that is kept to as far as it can be: a keyword that is certain not to be is left out where it stands, and
-the others stay. What the library has no grammar for otherwise, it leaves out itself where it is asked to be lenient."""
+"""Loosen a schema to what can be kept: a keyword that certainly cannot be kept is left out, and the others stay. Other
+keywords without a grammar are left out by the library itself, if it is asked to be lenient."""
 
 import re
 from collections.abc import Callable, Mapping
@@ -19,7 +19,7 @@ _OF_NAMES = ("patternProperties", "additionalProperties", "unevaluatedProperties
 
 
 def loosened(root: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the schema without what it says that cannot be kept to. Raises BadConstraint for one that needs itself."""
+    """Return the schema without what cannot be kept. Raises BadConstraint for a schema that requires itself."""
 
     def loosen(schema: Any) -> Any:
         if not isinstance(schema, dict):
@@ -40,7 +40,7 @@ def loosened(root: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _without(schema: Mapping[str, Any], check: Callable[[Mapping[str, Any]], tuple[str, str] | None]) -> dict[str, Any]:
-    """Return a schema without the keywords that a check tells of, one after the other."""
+    """Return a schema without the keywords that `check` objects to, removed one after the other."""
     kept = dict(schema)
     while problem := check(kept):
         place, _ = problem

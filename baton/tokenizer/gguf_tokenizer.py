@@ -1,8 +1,7 @@
-"""The tokenizer of a .gguf file, as the tokenizer.json that its model had before it was converted.
+"""Convert the tokenizer of a .gguf file to the tokenizer.json that its model had before its conversion.
 
-Kinds and rules as in llama.cpp's llama-vocab.cpp: `gpt2` is byte-level BPE with a splitting rule of its own name, and
-`llama` is SentencePiece BPE, whose merges follow from the pieces' scores.
-"""
+Kinds and rules are those of llama.cpp's llama-vocab.cpp: `gpt2` is byte-level BPE with a named splitting rule, and
+`llama` is SentencePiece BPE, whose merges follow from the scores of its pieces."""
 
 from typing import NamedTuple
 
@@ -11,9 +10,9 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from baton.gguf import CONTROL, FLAG, INTEGER, INTEGERS, NUMBERS, TEXT, TEXTS, USER_DEFINED, GGUFError, GGUFHeader
 from baton.lines import one_line
 
-NORMAL, UNKNOWN = 1, 2  # token types beside CONTROL and USER_DEFINED
-MAX_TOKEN_CHARS = 1024  # every cut of a word is looked up as a merge
-SPACE = "\u2581"  # SentencePiece's
+NORMAL, UNKNOWN = 1, 2  # token types besides CONTROL and USER_DEFINED
+MAX_TOKEN_CHARS = 1024  # every split of a token is looked up as a merge
+SPACE = "\u2581"  # SentencePiece's character for a space
 GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+"
 REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -27,10 +26,10 @@ TEKKEN = (
 class _Rule(NamedTuple):
     """The splitting rule of a byte-level vocabulary."""
 
-    splits: tuple[str, ...]  # expressions, one after the other
-    normalizer: str = ""  # NFC
-    whole_words: bool = False  # a word of the vocabulary is taken as it is, whatever the merges say
-    add_bos: bool = False  # where the file does not say
+    splits: tuple[str, ...]  # expressions, applied one after the other
+    normalizer: str = ""  # NFC, or none
+    whole_words: bool = False  # a word of the vocabulary becomes one token, whatever the merges say
+    add_bos: bool = False  # if the file does not say
 
 
 _LLAMA3_SPLITS = (WORDS + r"|\p{N}{1,3}" + REST,)
@@ -73,13 +72,13 @@ def tokenizer_json(header: GGUFHeader) -> bytes:
         return tokenizer.to_str().encode()
     except GGUFError:
         raise
-    except Exception as error:  # the bindings raise bare Exception
+    except Exception as error:  # the bindings raise Exception itself
         why = one_line(error, 200)
         raise GGUFError(f"{header.path}: tokenizer.ggml makes no tokenizer: {why}") from None
 
 
 def _byte_level(header: GGUFHeader, tokens: list[str], types: list[int]) -> tuple[Tokenizer, bool]:
-    """And whether a text begins with BOS, where the file does not say."""
+    """Return a byte-level BPE tokenizer, and whether a text begins with BOS if the file does not say."""
     name, merges = header.get("tokenizer.ggml.pre", TEXT), header.get("tokenizer.ggml.merges", TEXTS)
     if name not in RULES:
         raise GGUFError(f"{header.path}: tokenizer.ggml.pre {name!r} is not supported, one of {', '.join(RULES)}")
@@ -125,7 +124,7 @@ def _sentencepiece(header: GGUFHeader, tokens: list[str], types: list[int]) -> t
 
 
 def _merges(vocabulary: dict[str, int], scores: list[float], pieces: set[str]) -> list[tuple[str, str]]:
-    """Every way to put a piece together from two others, the piece with the best score first."""
+    """Return every way to join two pieces into a piece, the piece with the best score first."""
     found = []
     for token in pieces:
         for cut in range(1, len(token)):
@@ -136,8 +135,8 @@ def _merges(vocabulary: dict[str, int], scores: list[float], pieces: set[str]) -
 
 
 def _add_tokens(tokenizer: Tokenizer, tokens: list[str], types: list[int]) -> None:
-    """Control tokens have no text; user-defined ones are matched whole. All at once: each call reads those that are
-    there."""
+    """Add control tokens, which have no text, and user-defined ones, which match as a whole. Each kind is added in one
+    call, since every call reads the existing tokens."""
     by_kind = [*zip(tokens, types, strict=True)]
     control = [token for token, kind in by_kind if kind in (UNKNOWN, CONTROL)]
     defined = [token for token, kind in by_kind if kind == USER_DEFINED]
@@ -146,7 +145,7 @@ def _add_tokens(tokenizer: Tokenizer, tokens: list[str], types: list[int]) -> No
 
 
 def _add_ends(tokenizer: Tokenizer, header: GGUFHeader, tokens: list[str], add_bos: bool) -> None:
-    """Add the tokens that go around a text."""
+    """Add the tokens that surround a text."""
     wanted = {"bos": header.get("tokenizer.ggml.add_bos_token", FLAG, add_bos)}
     wanted["eos"] = header.get("tokenizer.ggml.add_eos_token", FLAG, False)
     found = {}
