@@ -1,4 +1,4 @@
-"""The calibration set: texts like those that the model will read, cut to short samples."""
+"""The calibration set: texts like those that the model will serve, cut into short samples."""
 
 import json
 from collections.abc import Callable
@@ -14,15 +14,15 @@ from baton.quantization.core.errors import QuantizeError
 DEFAULT = Path(__file__).with_name("calibration.jsonl")
 NUM_SAMPLES = 64
 SAMPLE_TOKENS = 512
-MIN_TOKENS = 8  # of a sample: less says nothing
+MIN_TOKENS = 8  # of a sample: shorter ones tell nothing
 
 Messages = list[dict[str, str]]
-Render = Callable[[Messages], str]  # by the model's chat template
+Render = Callable[[Messages], str]  # renders a conversation by the model's chat template
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """One line: a text, or a conversation that the model's chat template makes one of."""
+    """One line of the set: a text, or a conversation to be rendered by the model's chat template."""
 
     line: int
     text: str | None
@@ -30,9 +30,11 @@ class Prompt:
 
 
 def read_prompts(path: Path) -> list[Prompt]:
-    """JSON lines, each an object with "text", "prompt" or "messages". Raises QuantizeError with the line number."""
+    """Read JSON lines, each an object with "text", "prompt" or "messages". Raises QuantizeError with the line
+    number."""
     try:
-        lines = path.read_text(encoding="utf-8").split("\n")  # JSON has other separators within texts
+        # not splitlines(): JSON texts may hold other line separators
+        lines = path.read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise QuantizeError(f"{path}: not readable ({error})") from None
     prompts = [_prompt(f"{path}, line {number}", number, line) for number, line in enumerate(lines, 1) if line.strip()]
@@ -42,8 +44,8 @@ def read_prompts(path: Path) -> list[Prompt]:
 
 
 def load_tokenizer(model: Path) -> Tokenizer:
-    """tokenizer.json of a model folder, for whole texts: bounds and padding that it was saved with are another's.
-    Raises QuantizeError."""
+    """Return the tokenizer of a model folder, without the truncation and padding that it was saved with. Raises
+    QuantizeError."""
     path = model / "tokenizer.json"
     try:
         tokenizer = Tokenizer.from_file(str(path))
@@ -55,17 +57,15 @@ def load_tokenizer(model: Path) -> Tokenizer:
 
 
 def check_vocabulary(tokenizer: Tokenizer, largest: int, vocab_size: int, model: Path) -> None:
-    """Raise QuantizeError where the largest id of a text is of a token that the model does not know."""
+    """Check that the largest id of a text is a token of the model. Raises QuantizeError."""
     if largest >= vocab_size:
         what = f"token {tokenizer.id_to_token(largest)!r} has id {largest}, the model has {vocab_size} tokens"
         raise QuantizeError(f"{model / 'tokenizer.json'}: {what}; give it the tokenizer that it was trained with")
 
 
 def make_samples(prompts: list[Prompt], tokenizer: Tokenizer, render: Render) -> list[Tensor]:
-    """Token ids int64 [at most SAMPLE_TOKENS] of at most NUM_SAMPLES prompts, evenly spread over the list.
-
-    Raises QuantizeError where all of them are too short to say anything.
-    """
+    """Return token ids int64 [at most SAMPLE_TOKENS] of at most NUM_SAMPLES prompts, evenly spread over the list.
+    Raises QuantizeError if all of them are too short."""
     count = min(NUM_SAMPLES, len(prompts))
     chosen = [prompts[index * len(prompts) // count] for index in range(count)]
     samples = [torch.tensor(_encode(prompt, tokenizer, render)[:SAMPLE_TOKENS]) for prompt in chosen]
@@ -76,7 +76,7 @@ def make_samples(prompts: list[Prompt], tokenizer: Tokenizer, render: Render) ->
 
 
 def _encode(prompt: Prompt, tokenizer: Tokenizer, render: Render) -> list[int]:
-    """A chat template writes all tokens of its text itself, the first one too."""
+    """Return the token ids of a prompt. A chat template writes all special tokens itself, the first one included."""
     if prompt.messages is None:
         return tokenizer.encode(prompt.text, add_special_tokens=True).ids
     return tokenizer.encode(render(prompt.messages), add_special_tokens=False).ids

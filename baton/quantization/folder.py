@@ -1,4 +1,4 @@
-"""A model folder in the making: it is written beside its place under a hidden name, and renamed when it is whole."""
+"""A model folder in the making: it is written beside its place under a hidden name, and renamed once it is complete."""
 
 import json
 import os
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from baton.quantization.core.errors import QuantizeError
 
-SHARD_BYTES = 2 << 30  # what is held before it is written
+SHARD_BYTES = 2 << 30  # kept in memory before it is written
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
 WEIGHT_INDEX = ".index.json"
 TEMPLATES = "additional_chat_templates"
@@ -22,10 +22,8 @@ TEMPLATES = "additional_chat_templates"
 
 @contextmanager
 def new_folder(out: Path) -> Iterator["FolderWriter"]:
-    """Yields a writer; `out` appears when the block ends well, and nothing is left when it does not.
-
-    Raises QuantizeError where `out` exists.
-    """
+    """Yield a writer. `out` appears if the block succeeds, and nothing is left otherwise. Raises QuantizeError if `out`
+    exists."""
     if out.exists() or out.is_symlink():
         raise QuantizeError(f"{out} already exists; choose another --out")
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -39,7 +37,7 @@ def new_folder(out: Path) -> Iterator["FolderWriter"]:
 
 
 class FolderWriter:
-    """Tensors go to shards as they come; the names of the shards are settled at the end, when their number is known."""
+    """Writes tensors to shards as they come. The shards are named at the end, when their number is known."""
 
     def __init__(self, folder: Path):
         self._folder = folder
@@ -48,14 +46,15 @@ class FolderWriter:
         self._shards: list[list[str]] = []
 
     def add(self, tensors: dict[str, Tensor]) -> None:
-        """Hold tensors of any shape [...] by name, and write a shard when they fill one."""
+        """Keep tensors of any shape [...] by name, and write a shard when they fill one."""
         self._held |= {name: tensor.contiguous() for name, tensor in tensors.items()}
         self._held_bytes += sum(tensor.nbytes for tensor in tensors.values())
         if self._held_bytes >= SHARD_BYTES:
             self._flush()
 
     def finish(self, source: Path, config: dict) -> None:
-        """Write what is held, config.json, and copies of the source's other files (tokenizer, licence, templates)."""
+        """Write the remaining tensors, config.json, and copies of the source's other files (tokenizer, licence,
+        templates)."""
         self._flush()
         count = len(self._shards)
         names = [f"model-{index + 1:05}-of-{count:05}.safetensors" for index in range(count)]
@@ -81,7 +80,7 @@ class FolderWriter:
         path = self._folder / _shard(len(self._shards))
         try:
             save_file(self._held, path, metadata={"format": "pt"})
-        except SafetensorError as exc:  # no OSError, though it mostly tells of one
+        except SafetensorError as exc:  # not an OSError, though mostly caused by one
             raise OSError(f"{path}: not written: {exc}") from exc
         self._shards.append(list(self._held))
         self._total_bytes += self._held_bytes

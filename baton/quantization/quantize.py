@@ -1,8 +1,7 @@
-"""Turn a float model folder into a quantized one, a layer at a time: read, calibrated, rounded, written, dropped.
+"""Turn a float model folder into a quantized one, layer by layer: read, calibrate, round, write, drop.
 
-What is alive at once: one layer in fp32, the second moments of one stage's inputs, the calibration set's activations at
-that layer (num_tokens x (2 x hidden_size + 2 x intermediate_size) fp32 at most), and a shard of the output.
-"""
+In memory are one layer in fp32, the second moments of one stage's inputs, the calibration set's activations at that
+layer (num_tokens x (2 x hidden_size + 2 x intermediate_size) fp32 at most), and a shard of the output."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -43,12 +42,12 @@ class QuantizeJob:
 
     @property
     def packed(self) -> bool:
-        """Return whether weight-only integers are stored in int32 words."""
+        """Whether weight-only integers are stored in int32 words."""
         return self.scheme.grouped or self.scheme.name == "int8-weight-only"
 
 
 def plan(model: Path, scheme: str, group: int | None = None) -> QuantizeJob:
-    """All that can be checked before any weight is read. Raises QuantizeError, ModelError."""
+    """Return a job with everything checked that can be before weights are read. Raises QuantizeError, ModelError."""
     if scheme not in SCHEMES:
         raise QuantizeError(f"scheme {scheme!r}: one of {', '.join(SCHEMES)}")
     if not model.is_dir():
@@ -71,9 +70,7 @@ def quantize(job: QuantizeJob, out: Path, samples: list[Tensor] | None = None, p
     """Write the quantized folder. `samples`: token ids of the calibration set, int64 [tokens] each, needed if
     job.scheme.calibrated.
 
-    `out` appears whole or not at all, whatever happens in between. Raises QuantizeError where it exists, ModelError for
-    a broken model.
-    """
+    `out` appears complete or not at all. Raises QuantizeError if it exists, ModelError for a broken model."""
     with new_folder(out) as writer, torch.inference_mode():
         weights = _open(job.spec)
         if unfit(job.spec):
@@ -93,13 +90,13 @@ def quantize(job: QuantizeJob, out: Path, samples: list[Tensor] | None = None, p
 
 
 def _open(spec: ModelSpec) -> Weights:
-    """Return the tensors by the names that the engine asks for, of a layer that predicts further tokens too."""
+    """Return the tensors by the names that the engine uses, including those of a layer that predicts further tokens."""
     around = () if spec.predictor is None else spec.predictor.renamed
     return Weights(spec.folder, (*around, *spec.names.renamed))
 
 
 def _round_as_stored(job: QuantizeJob, weights: Weights, writer: FolderWriter, progress: bool) -> None:
-    """Round every linear of the layers, a tensor at a time, and copy the rest: nothing of the layers is computed."""
+    """Round every linear of the layers, one tensor at a time, and copy the rest; no layer is computed."""
     spec, config, rounded, kept = job.spec, None, set[str](), list[str]()
     for index in tqdm(range(spec.num_layers), job.scheme.name, unit="layer", disable=bar_disabled(progress)):
         for module, shape in linears.linear_shapes(spec, weights, index).items():
@@ -113,7 +110,7 @@ def _round_as_stored(job: QuantizeJob, weights: Weights, writer: FolderWriter, p
             tensor, stored = weights.read(name), weights.stored_name(name)
             writer.add({stored: tensor})
             if tensor.dim() == 2 and name.endswith(".weight") and name not in (_EMBEDDING, _HEAD):
-                # Other linears, as whoever reads the folder may take them, by the names that we ask for too.
+                # Readers of the folder may take these for linears, under our names too.
                 kept += [each.removesuffix(".weight") for each in dict.fromkeys((name, stored))]
     assert config is not None, "a model has layers"
     quantization = config | {"ignore": [*config["ignore"], *kept]}
@@ -123,8 +120,8 @@ def _round_as_stored(job: QuantizeJob, weights: Weights, writer: FolderWriter, p
 def _quantize_layer(
     job: QuantizeJob, index: int, weights: Weights, rope: Rope, activations: list[Tensor], writer: FolderWriter
 ) -> tuple[Form, list[Tensor]]:
-    """Round and write one layer: the form of one of its linears, and what the rounded layer makes of the calibration
-    set."""
+    """Round and write one layer; return the form of one of its linears, and the rounded layer's outputs for the
+    calibration set."""
     block = Block(job.spec, index, weights.read, rope)
     forms: dict[str, Form] = {}
 
@@ -153,7 +150,7 @@ def _write(job: QuantizeJob, block: Block, forms: dict[str, Form], writer: Folde
 
 
 def _group(spec: ModelSpec, scheme: Scheme, group: int | None) -> int | None:
-    """The group asked for, or for int4 the largest that divides every linear."""
+    """Return the requested group size, or for int4 the largest that divides every linear."""
     widths = _widths(spec) if scheme.grouped or group is not None else []
     if group is None:
         if not scheme.grouped:
@@ -172,7 +169,7 @@ def _group(spec: ModelSpec, scheme: Scheme, group: int | None) -> int | None:
 
 
 def _widths(spec: ModelSpec) -> list[int]:
-    """Return the inputs that linears of the layers have."""
+    """Return the input widths of the layers' linears."""
     if not unfit(spec):
         return sorted({width for _, width in linear_shapes(spec).values()})
     weights = _open(spec)

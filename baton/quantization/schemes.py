@@ -1,5 +1,5 @@
-"""The schemes: what each does to a layer, in two passes over its stages. Folding comes first, on float weights; then
-every linear is rounded to its form, and the ones after it are calibrated on the outputs of the rounded one."""
+"""The schemes: what each does to a layer, in two passes over its stages. The first pass folds scales into float
+weights. The second rounds every linear to its form, and calibrates later linears on the outputs of the rounded ones."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -18,15 +18,15 @@ Form = IntWeight | Fp8Weight
 
 @dataclass(frozen=True)
 class Settings:
-    """The settings of rounding beside the weights."""
+    """Settings of rounding other than the weights."""
 
-    group: int | None  # inputs per scale; None: the scheme has one scale a row
-    dtype: torch.dtype  # of the folder's own tensors: scales and norms are stored in it
+    group: int | None  # inputs per scale; None: the scheme has one scale per row
+    dtype: torch.dtype  # of the folder's own tensors, in which scales and norms are stored
 
 
 @dataclass(frozen=True)
 class Scheme:
-    """`round` makes the forms of one stage. `stage.inputs` are empty lists unless `calibrated`."""
+    """A scheme. `round` returns the forms of one stage; `stage.inputs` are empty lists unless `calibrated`."""
 
     name: str
     round: Callable[[LayerWeights, Stage, Settings], dict[str, Form]]

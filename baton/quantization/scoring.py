@@ -1,8 +1,7 @@
 """Score how well a model predicts a text: bits per byte, perplexity, and how often it agrees with another model.
 
-The text goes through the engine's own path: prefill chunks in batches, KV written to a pool in its stored form and read
-back from there, so that what is measured is what is served.
-"""
+The text takes the engine's own path: prefill chunks in batches, with KV written to a pool in its stored form and read
+back, so that the score is that of the served model."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -18,17 +17,17 @@ from baton.engine.kv.pool import KVPool
 from baton.engine.models.decoder import Model
 from baton.quantization.core.progress import bar_disabled
 
-CHUNK = 512  # tokens of one step
-LOGIT_ROWS = 128  # of which logits are held at once: half a GB at a vocabulary of a million
+CHUNK = 512  # tokens per step
+LOGIT_ROWS = 128  # rows whose logits are in memory at a time: half a GB at a vocabulary of a million
 BLOCK_SIZE = 32
-MAX_WINDOW = 2048  # tokens of context that a prediction can have
+MAX_WINDOW = 2048  # tokens of context for a prediction
 
 
 @dataclass(frozen=True)
 class Score:
-    """The predictions of all tokens but the first of each text."""
+    """The predictions of all tokens except the first of each text."""
 
-    nats: Tensor  # fp64 [num_tokens]: minus the log probability of each
+    nats: Tensor  # fp64 [num_tokens]: minus the log probability of each token
     choices: Tensor  # int64 [num_tokens]: the most likely token at each position
     num_bytes: int
 
@@ -45,7 +44,8 @@ class Score:
         return math.exp(self.nats.mean().item())
 
     def standard_error(self, other: "Score") -> float:
-        """Return the standard error of the difference of both in bits per byte, token by token on the same text."""
+        """Return the standard error of the difference of both scores in bits per byte, paired by token on the same
+        text."""
         return (self.nats - other.nats).std().item() * self.num_tokens**0.5 / math.log(2) / self.num_bytes
 
     def agreement(self, other: "Score") -> float:
@@ -61,8 +61,8 @@ def score(
     progress: bool = False,
     pool_type: type[KVPool] = KVPool,
 ) -> Score:
-    """`texts`: token ids, each with the tokens before a text (its first token is given, not predicted); `num_bytes`:
-    of what is predicted; `pool_type`: what stores KV."""
+    """Score a model on `texts`: token ids, each with the tokens before a text; the first token is given, not predicted.
+    `num_bytes` is the size of what is predicted; `pool_type` stores KV."""
     window = min(MAX_WINDOW, model.spec.context)
     layout = model.kv_layout(kv_form, BLOCK_SIZE)
     pool = pool_type(layout, -(-window // BLOCK_SIZE), num_states=int(layout.state is not None))
@@ -83,8 +83,8 @@ def score(
 
 
 def windows(num_tokens: int, length: int) -> Iterator[tuple[int, int, int]]:
-    """(begin, first, end): tokens [first, end) are predicted from those from `begin` on, every token but the first
-    once. Windows hold `length` inputs and advance by half of that, so context is never short but at a text's start."""
+    """Yield (begin, first, end): tokens [first, end) are predicted from those from `begin` on, each token except the
+    first once. Windows hold `length` inputs and advance by half of that, so only a text's start has less context."""
     first = 1
     while first < num_tokens:
         end = min(num_tokens, max(length + 1, first + length // 2))
@@ -100,7 +100,7 @@ class _Window:
         self._block_ids = torch.arange(pool.num_blocks)
 
     def chunks(self, first_row: int) -> Iterator[tuple[range, Tensor]]:
-        """Rows from `first_row` on and their logits fp32 [rows, vocab_size]."""
+        """Yield rows from `first_row` on, with their logits fp32 [rows, vocab_size]."""
         for begin in range(0, len(self._ids), CHUNK):
             end = min(begin + CHUNK, len(self._ids))
             hidden = self._step(begin, end)
@@ -109,7 +109,7 @@ class _Window:
                 yield rows, self._model.logits(hidden[rows.start - begin : rows.stop - begin])
 
     def _step(self, begin: int, end: int) -> Tensor:
-        # One sequence in consecutive blocks: a token's slot is its position.
+        # One sequence in consecutive blocks: a token's slot equals its position.
         positions = torch.arange(begin, end)
         state = None if self._pool.states is None else FIRST_STATE
         sequence = SeqSlice(0, end - begin, end, self._block_ids, state)

@@ -1,17 +1,17 @@
-"""Write a form: compressed-tensors' tensors and quantization_config, which transformers and vLLM know too, and
-for int8 with bf16 columns, which no other project stores, our own."""
+"""Write quantized weights in compressed-tensors' layout with its quantization_config, which transformers and vLLM read
+too. int8 with bf16 columns, which no other project stores, has a layout of our own."""
 
 import torch
 from torch import Tensor
 
 from baton.engine.weights.forms import Fp8Weight, IntWeight
 
-OWN_METHOD = "baton"  # quant_method of what compressed-tensors has no layout for
+OWN_METHOD = "baton"  # quant_method of forms for which compressed-tensors has no layout
 
 
 def tensors_of(module: str, form: IntWeight | Fp8Weight, dtype: torch.dtype, packed: bool) -> dict[str, Tensor]:
-    """Return names and tensors of one linear [out, in]. `dtype`: of scales; `packed`: weight-only integers go in int32
-    words."""
+    """Return names and tensors of one linear [out, in]. `dtype` is that of scales; `packed`: weight-only integers are
+    stored in int32 words."""
     scales = {f"{module}.weight_scale": form.scales.to(dtype)}
     if isinstance(form, Fp8Weight):
         if form.input_scale is not None:
@@ -23,8 +23,8 @@ def tensors_of(module: str, form: IntWeight | Fp8Weight, dtype: torch.dtype, pac
 
 
 def config_of(scheme: str, form: IntWeight | Fp8Weight, packed: bool, group: int | None) -> dict:
-    """quantization_config of a model whose linears, the head aside, all have forms like this one, with a scale for
-    `group` inputs, or for all."""
+    """Return the quantization_config of a model whose linears, except the output head, all have forms like this one,
+    with a scale for each `group` inputs, or one per row."""
     if scheme == "int8-outlier":
         return {"quant_method": OWN_METHOD, "scheme": scheme, "ignore": ["lm_head"]}
     number = "float" if isinstance(form, Fp8Weight) else "int"
@@ -52,7 +52,8 @@ def _activations(form: IntWeight | Fp8Weight, number: str) -> dict | None:
 
 
 def _words(form: IntWeight) -> Tensor:
-    """int32 [out, ceil(in * bits / 32)], low bits first, biased by half the range: 4 bits are in the form's order."""
+    """Return int32 [out, ceil(in * bits / 32)], low bits first and biased by half the range; 4-bit values keep the
+    form's order."""
     octets = form.values if form.bits == 4 else form.values.view(torch.uint8) ^ 128
     return torch.nn.functional.pad(octets, (0, -octets.shape[1] % 4)).view(torch.int32)
 
@@ -61,5 +62,5 @@ def _outliers(module: str, form: IntWeight) -> dict[str, Tensor]:
     if form.outliers is None:
         return {}
     columns, values = form.outliers.columns, form.outliers.values
-    # Cloned: linears of one stage share their columns, and safetensors refuses shared memory.
+    # Cloned, since the linears of a stage share their columns, and safetensors refuses shared memory.
     return {f"{module}.outlier_columns": columns.clone(), f"{module}.outlier_weight": values}

@@ -1,4 +1,4 @@
-"""The recipe of the demo model: tokenizer, target, draft, heads, evaluation, in this order; what is done is kept."""
+"""The recipe of the demo model: tokenizer, target, draft, heads, evaluation, in this order; finished parts are kept."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ DRAFT = ModelConfig(4096, 128, 192, num_layers=2, num_heads=4, num_kv_heads=2, h
 """0.77 M parameters, 0.52 M of them the embedding; two layers, the least that can copy from the context."""
 
 
-_SHORT_BYTES = 8_000  # of the held-out modules, those on which an adapter is measured: twice in a minute
+_SHORT_BYTES = 8_000  # of the held-out modules that measure an adapter: the two evaluations then take a minute
 
 MIXTURE = MixtureConfig(4096, 128, 80, num_layers=4, num_heads=4, num_kv_heads=2, head_dim=32)
 """1.7 M parameters, 0.52 M of them the embedding; a token takes 2 of 8 experts a layer, 0.96 M in all."""
@@ -41,10 +41,9 @@ MIXTURE = MixtureConfig(4096, 128, 80, num_layers=4, num_heads=4, num_kv_heads=2
 
 @dataclass(frozen=True)
 class Recipe:
-    """Two shapes (of one vocabulary), how each is trained, and how much text is read.
+    """Two shapes with one vocabulary, the training plan of each part, and how much text is read.
 
-    The draft learns from the text first and then from the target, which costs four times as much per token.
-    """
+    The draft learns first from the text and then from the target, which costs four times as much per token."""
 
     target: ModelConfig
     draft: ModelConfig
@@ -62,7 +61,7 @@ class Recipe:
 
 
 def full(minutes: float) -> Recipe:
-    """The recipe of the committed model, stretched or shrunk to `minutes`."""
+    """Return the recipe of the committed model, scaled to `minutes`."""
     return Recipe(
         TARGET,
         DRAFT,
@@ -113,7 +112,7 @@ def full(minutes: float) -> Recipe:
 
 
 def quick(minutes: float = 0.6) -> Recipe:
-    """Every step of the full recipe at a size that teaches nothing, for trying the command."""
+    """Return a recipe with every step at a size that teaches nothing, for trying the command."""
     shape = {"vocab_size": 512, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16, "max_length": 256}
     plan = {"max_tokens": 10_000_000, "batch_tokens": 2048, "lengths": ((0.0, 128), (0.8, 256))}
     return Recipe(
@@ -133,16 +132,16 @@ def quick(minutes: float = 0.6) -> Recipe:
 
 
 def make_demo(recipe: Recipe, out: Path, seed: int = 0, threads: int | None = None) -> dict:
-    """Make everything in `out`: target/, draft/, medusa/, eagle/, held_out.txt and evaluation.json; returns the
+    """Make everything in `out`: target/, draft/, medusa/, eagle/, held_out.txt and evaluation.json; return the
     evaluation's figures.
 
-    State for resuming is kept in `out/.training` and removed at the end.  Raises OSError if `out` cannot be written,
-    ValueError if the corpus is too small.
-    """
+    State for resuming is kept in `out/.training` and removed at the end. Raises OSError if `out` cannot be written,
+    ValueError if the corpus is too small."""
     set_threads(threads)
     run = Run(recipe, out, out / ".training", seed)
     target_figures = run.train_target()
-    draft_figures = run.train_draft(load(out / "target").to(product_dtype()))  # the draft follows what is served
+    # the draft imitates the model that is served
+    draft_figures = run.train_draft(load(out / "target").to(product_dtype()))
     heads_figures = {kind: run.train_heads(kind) for kind in KINDS}
     models = load(out / "target"), load(out / "draft")
     figures = evaluate(*models, run.tokenizer, run.corpus.held_out, recipe.num_function_heads)
@@ -162,11 +161,10 @@ def make_demo(recipe: Recipe, out: Path, seed: int = 0, threads: int | None = No
 
 
 def make_int4(recipe: Recipe, out: Path, seed: int = 0, threads: int | None = None) -> dict:
-    """Train the int4 weights of the target that `out` holds: target-int4/; returns its figures.
+    """Train int4 weights of the target in `out` and write them to target-int4/; return the figures.
 
     State for resuming is kept in `out/.training-int4` and removed at the end. Raises OSError if `out` cannot be
-    written.
-    """
+    written."""
     set_threads(threads)
     target, work = out / "target", out / ".training-int4"
     tokenizer = load_tokenizer(target)
@@ -178,7 +176,8 @@ def make_int4(recipe: Recipe, out: Path, seed: int = 0, threads: int | None = No
 
 
 def make_mixture(recipe: Recipe, out: Path, seed: int = 0, threads: int | None = None) -> dict:
-    """Train a mixture of experts with the tokenizer of the target that `out` holds: mixture/; returns its figures.
+    """Train a mixture of experts with the tokenizer of the target in `out` and write it to mixture/; return the
+    figures.
 
     State for resuming is kept in `out/.training-mixture` and removed at the end. Raises OSError if `out` cannot be
     written."""
@@ -203,7 +202,7 @@ def make_mixture(recipe: Recipe, out: Path, seed: int = 0, threads: int | None =
 
 
 def make_adapter(recipe: Recipe, out: Path, seed: int = 0, threads: int | None = None) -> dict:
-    """Train an adapter of the target that `out` holds for source indented by tabs: adapter/; returns its figures.
+    """Train an adapter of the target in `out` for source indented by tabs and write it to adapter/; return the figures.
 
     State for resuming is kept in `out/.training-adapter` and removed at the end. Raises OSError if `out` cannot be
     written."""
@@ -221,20 +220,20 @@ def make_adapter(recipe: Recipe, out: Path, seed: int = 0, threads: int | None =
 
 
 def bits_per_byte(model: Llama, tokenizer: Tokenizer, documents: Sequence[Document]) -> float:
-    """Return the bits that the model needs for a byte of the documents."""
+    """Return the bits per byte that the model needs for the documents."""
     texts = [token_ids(tokenizer, document) for document in documents]
     return round(total_bits(model, texts) / sum(document.num_bytes for document in documents), 4)
 
 
 def _finish(work: Path, folder: Path, figures: dict) -> None:
-    """Move what was made to its folder, which does not exist, with its figures."""
+    """Write the figures, and move the result to its folder, which must not exist."""
     save_text(work / "made" / FIGURES, json.dumps(figures, indent=2) + "\n")
     (work / "made").replace(folder)
     shutil.rmtree(work)
 
 
 class Run:
-    """One run of a recipe: results go to `out`, what a resumed run needs to `work`."""
+    """One run of a recipe: results go to `out`, state for resuming to `work`."""
 
     def __init__(self, recipe: Recipe, out: Path, work: Path, seed: int = 0) -> None:
         self.recipe, self.out, self.work, self.seed = recipe, out, work, seed
@@ -243,24 +242,24 @@ class Run:
         self.batches = Batches(self.tokenizer, self.corpus, seed)
 
     def train_target(self) -> dict:
-        """Train and export the target; returns its figures."""
+        """Train and export the target; return its figures."""
         target = self._new_model(self.recipe.target)
         figures = self._train("target", target, self.recipe.target_plan, self._text_loss(target))
         export(target, self.tokenizer, self.out / "target")
         return figures
 
     def train_draft(self, target: Llama) -> dict:
-        """Train the draft on the text, then to imitate the target, and export it; returns its figures."""
+        """Train the draft on the text, then to imitate the target, and export it; return its figures."""
         draft = self._new_model(self.recipe.draft)
         inherit_embedding(draft, target)
         on_text = self._train("draft", draft, self.recipe.draft_plan, self._text_loss(draft))
-        # Not compiled: for 13 minutes, compiling the teacher at each length costs what it saves.
+        # Not compiled: in 13 minutes, compiling the teacher for each length costs what it saves.
         imitating = self._train("distill", draft, self.recipe.distill_plan, distillation_loss(draft, target))
         export(draft, self.tokenizer, self.out / "draft")
         return {"on_text": on_text, "imitating": imitating}
 
     def train_heads(self, kind: str) -> dict:
-        """Train heads on the library text and export them; returns their figures."""
+        """Train heads on the library text and export them; return their figures."""
         folder = self.out / kind
         if (folder / "model.safetensors").exists():
             return json.loads((folder / FIGURES).read_text())
@@ -292,10 +291,10 @@ class Run:
 def inherit_embedding(draft: Llama, target: Llama) -> None:
     """Start the draft's embedding [vocab_size, hidden_size] from the principal components of the target's.
 
-    After 30 steps (one run, on a 3 MB slice of the text) the draft was 0.35 nats ahead of one that starts from noise.
-    """
+    After 30 steps (one run, on a 3 MB slice of the text) the draft was 0.35 nats ahead of one that starts from
+    noise."""
     weight = target.model.embed_tokens.weight.float()
     components = torch.linalg.svd(weight, full_matrices=False).Vh[: draft.config.hidden_size]
     projected = weight @ components.T
-    # Three times the root mean square of a random start; at the target's own 0.3 the first logits are far too sure.
+    # Three times the root mean square of a random start; at the target's 0.3 the first logits would be far too sure.
     draft.model.embed_tokens.weight.copy_(0.06 * projected / projected.square().mean().sqrt())

@@ -1,8 +1,8 @@
-"""One decoder layer in fp32 that a calibration set runs through, stage by stage, while its weights are replaced.
+"""One decoder layer in fp32, through which a calibration set runs stage by stage while the layer's weights are
+replaced.
 
-The engine's own layers hold merged products behind kernels; here every linear is separate, in the names of the
-folder, and its inputs can be seen before it is applied.
-"""
+The engine's own layers merge products behind kernels. Here every linear is separate, under its name in the folder, and
+its inputs can be observed before it is applied."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ GATE, UP, DOWN = (f"mlp.{name}_proj" for name in ("gate", "up", "down"))
 INPUT_NORM, MLP_NORM = "input_layernorm", "post_attention_layernorm"
 Q_NORM, K_NORM = "self_attn.q_norm", "self_attn.k_norm"
 STAGES = ((Q, K, V), (O,), (GATE, UP), (DOWN,))
-# What a stage's inputs come out of, channel by channel: what they can be divided by folds into it.
+# Where the inputs of a stage come from, channel by channel: a division of the inputs can be folded into the source.
 SOURCES = {Q: INPUT_NORM, O: V, GATE: MLP_NORM, DOWN: UP}
 
 Read = Callable[[str, tuple[int, ...]], Tensor]  # (tensor name, shape) -> tensor as stored
@@ -38,18 +38,18 @@ class Stage:
         return SOURCES[self.names[0]]
 
     def largest(self) -> Tensor:
-        """max |x| of every input channel, [in]."""
+        """Return max |x| of every input channel, [in]."""
         return torch.stack([x.abs().amax(dim=0) for x in self.inputs]).amax(dim=0)
 
     def second_moment(self) -> Tensor:
-        """Mean of x x^T over all tokens, [in, in]: half the Hessian of a layer's squared output error."""
+        """Return the mean of x x^T over all tokens, [in, in]: half the Hessian of a layer's squared output error."""
         total = torch.zeros(self.inputs[0].shape[1], self.inputs[0].shape[1])
         for x in self.inputs:
             total.addmm_(x.T, x)
         return total / sum(len(x) for x in self.inputs)
 
     def rows(self, count: int) -> Tensor:
-        """About `count` inputs, evenly spread over the samples, [rows, in]."""
+        """Return about `count` inputs, evenly spread over the samples, [rows, in]."""
         step = max(1, sum(len(x) for x in self.inputs) // count)
         return torch.cat([x[index % step :: step] for index, x in enumerate(self.inputs)])
 
@@ -63,7 +63,7 @@ def linear_shapes(spec: ModelSpec) -> dict[str, tuple[int, int]]:
 
 
 def unfit(spec: ModelSpec) -> str:
-    """Return what of a model's layers a Block does not compute; "": it computes them."""
+    """Return which property of a model's layers a Block cannot compute; "" if it can compute them."""
     if reason := spec.differs_from_llama():
         return reason
     if spec.names != TensorNames() or any(order_of_head(rope, spec.head_dim) for rope in spec.ropes):
@@ -74,17 +74,15 @@ def unfit(spec: ModelSpec) -> str:
 
 
 class LayerWeights:
-    """Linears of one layer, or one of them, by their names below `model.layers.N.`, fp32 [out, in]."""
+    """Some linears of one layer by their names below `model.layers.N.`, fp32 [out, in]."""
 
     def __init__(self, weights: dict[str, Tensor]):
         self.weights = weights
 
 
 class Block(LayerWeights):
-    """Weights, biases and norms of one layer by their names below `model.layers.N.`, all fp32.
-
-    Raises what `read` raises.
-    """
+    """Weights, biases and norms of one layer by their names below `model.layers.N.`, all fp32. Raises what `read`
+    raises."""
 
     def __init__(self, spec: ModelSpec, index: int, read: Read, rope: Rope):
         self.spec, self.index, self._rope = spec, index, rope
@@ -104,11 +102,10 @@ class Block(LayerWeights):
 
     @torch.inference_mode()
     def run(self, samples: list[Tensor], visit: Callable[[Stage], None] = lambda stage: None) -> list[Tensor]:
-        """Outputs [tokens, hidden_size] of each sample.
+        """Return the layer's outputs [tokens, hidden_size] for each sample.
 
-        `visit` sees every stage before its linears are applied and may replace `weights` (which then produce what
-        later stages read) and scale the stage's inputs.
-        """
+        `visit` is called with every stage before its linears are applied. It may replace `weights`, which then produce
+        what later stages read, and scale the stage's inputs."""
         inputs = [self._norm(INPUT_NORM, x) for x in samples]
         visit(Stage(STAGES[0], inputs))
         inputs = [self._attend(x) for x in _consumed(inputs)]
@@ -142,7 +139,7 @@ class Block(LayerWeights):
 
 
 def _consumed(tensors: list[Tensor]) -> Iterator[Tensor]:
-    """Each in turn, and gone: a stage's inputs and its outputs are never all alive at once."""
+    """Yield and drop each tensor in turn, so that a stage's inputs and outputs are never all in memory."""
     tensors.reverse()
     while tensors:
         yield tensors.pop()

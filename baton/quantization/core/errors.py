@@ -2,4 +2,4 @@
 
 
 class QuantizeError(Exception):
-    """Wrong input or wrong use; one line that names the thing and says what to do."""
+    """Wrong input or use; one line that names the thing and says what to do."""

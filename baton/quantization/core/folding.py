@@ -1,5 +1,5 @@
-"""Input channels made smaller without changing what a layer computes: x / s into W * s, the division folded into what
-produced x (a norm's weight, or the rows of v or up). AWQ and SmoothQuant both build on it."""
+"""Make input channels smaller without changing what a layer computes: x / s into W * s, with the division folded into
+what produced x (a norm's weight, or the rows of v or up). AWQ and SmoothQuant build on it."""
 
 import torch
 from torch import Tensor
@@ -8,8 +8,8 @@ from baton.quantization.core.block import Block, O, Stage
 
 
 def shared(block: Block, stage: Stage, values: Tensor) -> Tensor:
-    """[in] of a stage -> [channels of its source]: the largest where several inputs come out of one channel (a KV head
-    that is read by a group of query heads)."""
+    """Reduce values [in] of a stage to [channels of its source]: the largest, if several inputs come from one channel
+    (a KV head that a group of query heads reads)."""
     if stage.names[0] != O:
         return values
     spec = block.spec
@@ -17,7 +17,7 @@ def shared(block: Block, stage: Stage, values: Tensor) -> Tensor:
 
 
 def spread(block: Block, stage: Stage, values: Tensor) -> Tensor:
-    """[channels of the source] -> [in] of the stage."""
+    """Expand values [channels of the source] to [in] of the stage."""
     if stage.names[0] != O:
         return values
     spec = block.spec
@@ -26,11 +26,10 @@ def spread(block: Block, stage: Stage, values: Tensor) -> Tensor:
 
 
 def fold(block: Block, stage: Stage, scales: Tensor, dtype: torch.dtype) -> None:
-    """Divide the stage's inputs by `scales` [channels of the source] > 0 and multiply its weights by them.
+    """Divide the stage's inputs by `scales` [channels of the source] > 0, and multiply its weights by them.
 
-    `dtype`: what the folder stores norms in. A norm is rounded to it, and the weights are multiplied by what it really
-    was divided by, so that the rounding costs nothing.
-    """
+    `dtype` is that of norms in the folder. A norm is rounded to it, and the weights are multiplied by the factor that
+    the rounded norm really has, so the rounding costs nothing."""
     source = stage.source
     if source in block.norms:
         old = block.norms[source]

@@ -1,8 +1,7 @@
-"""The integers that a weight is rounded to: one scale for every row and group of inputs, no zero points.
+"""The integers to which a weight is rounded: one scale for each row and group of inputs, no zero points.
 
-With zero points plain rounding would lose less at 4 bits, but transformers (5.23) does not load packed ones unless set
-to expand them, and every kernel pays for them.
-"""
+Zero points would make plain rounding better at 4 bits, but transformers (5.23) does not load packed ones unless told to
+expand them, and every kernel pays for them."""
 
 from dataclasses import dataclass
 
@@ -11,23 +10,23 @@ from torch import Tensor
 
 from baton.engine.weights.forms import IntWeight, pack_int4
 
-SHRINKS = tuple(1 - step / 40 for step in range(17))  # 1.0 to 0.6 of a group's span
+SHRINKS = tuple(1 - step / 40 for step in range(17))  # 1.0 to 0.6 of a group's range
 
 
 @dataclass(frozen=True)
 class Grid:
-    """q = round(w / scale) in [-2^(bits-1), 2^(bits-1))."""
+    """A grid of values: q = round(w / scale) in [-2^(bits-1), 2^(bits-1))."""
 
     bits: int
     group: int  # inputs per scale
-    scales: Tensor  # fp32 [out, in // group], already rounded to what the file stores
+    scales: Tensor  # fp32 [out, in // group], already rounded to the file's dtype
 
     def round(self, weight: Tensor) -> Tensor:
-        """fp32 [out, in] -> q, fp32 whole numbers [out, in]."""
+        """Round a weight fp32 [out, in] to q, fp32 whole numbers [out, in]."""
         return _round(weight.unflatten(1, (-1, self.group)), self.scales, self.bits).flatten(1)
 
     def round_column(self, column: Tensor, index: int) -> tuple[Tensor, Tensor]:
-        """Round one input's weights fp32 [out]: q and the values it represents, fp32 [out] both."""
+        """Round one input's weights fp32 [out]; return q and the values that it represents, both fp32 [out]."""
         scales = self.scales[:, index // self.group]
         half = 2 ** (self.bits - 1)
         q = torch.round(column / scales).clamp_(-half, half - 1)
@@ -41,12 +40,11 @@ class Grid:
 
 
 def fit(weight: Tensor, bits: int, group: int, dtype: torch.dtype, importance: Tensor | None = None) -> Grid:
-    """A grid for weight fp32 [out, in]; `dtype`: of the stored scales.
+    """Return a grid for weight fp32 [out, in]; `dtype` is that of the stored scales.
 
-    It spans each group's largest weight (plain rounding), or, given `importance` [in] >= 0 (what an input's squared
-    error counts), the shrunken span with the least squared error: a few clipped weights for finer steps (as AWQ does,
-    arXiv 2306.00978).
-    """
+    By default it spans each group's largest weight (plain rounding). With `importance` [in] >= 0, the weight of an
+    input's squared error, it has the shrunken range with the least squared error, trading a few clipped weights for
+    finer steps (as AWQ does, arXiv 2306.00978)."""
     grouped = weight.unflatten(1, (-1, group))
     span = grouped.abs().amax(dim=2) / (2 ** (bits - 1) - 1)
     scales = _stored(span, dtype)
@@ -67,7 +65,7 @@ def dequantize(grid: Grid, weight: Tensor) -> Tensor:
 
 
 def _stored(scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """As the file holds them; a group of zeros has scale 1."""
+    """Return the scales as the file holds them; a group of zeros has scale 1."""
     scales = scales.to(dtype).float()
     return torch.where(scales == 0, 1.0, scales)
 
@@ -78,6 +76,6 @@ def _round(grouped: Tensor, scales: Tensor, bits: int) -> Tensor:
 
 
 def _error(grouped: Tensor, scales: Tensor, bits: int, importance: Tensor) -> Tensor:
-    """Weighted squared error of every group, [out, in // group]."""
+    """Return the weighted squared error of every group, [out, in // group]."""
     difference = _round(grouped, scales, bits).mul_(scales.unsqueeze(2)).sub_(grouped)
     return difference.square_().mul_(importance).sum(dim=2)

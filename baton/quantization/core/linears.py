@@ -1,5 +1,5 @@
-"""The linears of any family's layers, as its own reader asks for them. What it reads otherwise stays as it is: routers,
-what latent attention absorbs, convolutions, recurrences."""
+"""Find the linears of any family's layers, by what the family's own reader asks for. Everything that it reads otherwise
+stays unquantized: routers, weights absorbed by latent attention, convolutions, recurrences."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -18,7 +18,7 @@ from baton.quantization.core.errors import QuantizeError
 
 
 class _Unmade(LinearKernel):
-    """In place of a kernel: nothing is computed."""
+    """Stands in for a kernel; it computes nothing."""
 
     name, batch_invariant, row_multiple = "none", True, 1
 
@@ -27,7 +27,7 @@ class _Unmade(LinearKernel):
 
 
 class _Asked(Linears):
-    """Notes the modules that it is asked for, and reads none."""
+    """Records the modules that it is asked for, and reads none."""
 
     def __init__(self, source: DenseFormat):
         super().__init__(source, lambda *of_a_weight: _Unmade())
@@ -44,8 +44,8 @@ class _Asked(Linears):
 
 
 def linear_shapes(spec: ModelSpec, weights: Weights, index: int) -> dict[str, tuple[int, int]]:
-    """Return [out, in] of every linear of layer `index` by the name of its module. Raises ModelError for what else the
-    layer has, where it is missing or differs."""
+    """Return [out, in] of every linear of layer `index` by module name. Raises ModelError if other tensors of the layer
+    are missing or differ."""
     source = DenseFormat(weights, torch.float32)
     asked = _Asked(source)
     read_layer(spec, index, source, asked, lambda *of_a_router: _Unmade(), WHOLE)

@@ -1,6 +1,6 @@
-"""Say where progress bars are drawn."""
+"""Decide whether progress bars are drawn."""
 
 
 def bar_disabled(progress: bool) -> bool | None:
-    """Return `disable` of tqdm for a bar that is wanted or not. None is tqdm's word for where stderr is no terminal."""
+    """Return tqdm's `disable` for a wanted or unwanted bar. None lets tqdm disable it if stderr is no terminal."""
     return None if progress else True

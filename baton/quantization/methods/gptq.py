@@ -1,21 +1,21 @@
-"""GPTQ (Frantar et al., arXiv 2210.17323): inputs are rounded one after the other, and each one's error is made up for
-by those not yet rounded, as the second moment of the layer's inputs says it can be."""
+"""GPTQ (Frantar et al., arXiv 2210.17323): round inputs one after the other, and let those that are not rounded yet
+compensate each error, as far as the second moment of the layer's inputs allows."""
 
 import torch
 from torch import Tensor
 
 from baton.quantization.core.grid import Grid
 
-DAMPING = 0.01  # of the mean diagonal: keeps the factorization stable where inputs are nearly dependent
-COLUMNS = 128  # rounded before the columns after them are brought up to date
+DAMPING = 0.01  # of the mean diagonal: keeps the factorization stable if inputs are nearly dependent
+COLUMNS = 128  # rounded before the later columns are updated
 
 
 def round_compensated(weight: Tensor, moment: Tensor, grid: Grid) -> Tensor:
-    """q, fp32 whole numbers [out, in] on `grid`. `weight` fp32 [out, in]; `moment` [in, in]: of the inputs.
+    """Return q, fp32 whole numbers [out, in] on `grid`. `weight` is fp32 [out, in]; `moment` [in, in] is that of the
+    inputs.
 
-    Inputs go in the order of their energy (act-order), the largest first while all others can still make up for it.
-    The grid is the one of the original weights, so each group stays together and no order need be stored.
-    """
+    Inputs are rounded in the order of their energy (act-order), the largest first, while all others can still
+    compensate. The grid is that of the original weights, so each group stays together and no order is stored."""
     order = torch.argsort(moment.diagonal(), descending=True)
     factor = _inverse_factor(moment[order][:, order])
     rest = weight[:, order].clone()
@@ -34,7 +34,7 @@ def round_compensated(weight: Tensor, moment: Tensor, grid: Grid) -> Tensor:
 
 
 def _inverse_factor(moment: Tensor) -> Tensor:
-    """The upper Cholesky factor of the damped moment's inverse. An input that is always zero counts as one that is
+    """Return the upper Cholesky factor of the inverse of the damped moment. An input that is always zero counts as
     independent of all others."""
     moment = moment.clone()
     diagonal = moment.diagonal()

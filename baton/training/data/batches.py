@@ -12,14 +12,14 @@ from torch import Tensor
 from baton.training.data.corpus import Corpus, Document
 from baton.training.data.tokenizer import END_OF_TEXT
 
-# Windows start at multiples of the golden ratio: after any number of draws the text is covered evenly, which
-# independent draws do not do (after four epochs 2 % of it would be unseen).
+# Windows start at multiples of the golden ratio, so any number of draws covers the text evenly. Independent draws would
+# not: after four epochs 2 % of the text would be unseen.
 _GOLDEN = 0.6180339887498949
 
 
 def pack(tokenizer: Tokenizer, documents: Iterable[Document]) -> np.ndarray:
-    """Return all documents as one array of token ids uint32 [tokens], each after an end-of-text token where the
-    tokenizer has one."""
+    """Return all documents as one array of token ids uint32 [tokens], each after an end-of-text token if the tokenizer
+    has one."""
     separator = [] if (end := tokenizer.token_to_id(END_OF_TEXT)) is None else [end]
     encodings = tokenizer.encode_batch([document.text for document in documents], add_special_tokens=False)
     ids = [token_id for encoding in encodings for token_id in (*separator, *encoding.ids)]
@@ -29,8 +29,7 @@ def pack(tokenizer: Tokenizer, documents: Iterable[Document]) -> np.ndarray:
 class Batches:
     """Draws windows from library text, and every `tests_every`-th window from test text.
 
-    Raises ValueError if the library text is shorter than the window asked for.
-    """
+    Raises ValueError if the library text is shorter than a window."""
 
     def __init__(self, tokenizer: Tokenizer, corpus: Corpus, seed: int = 0, tests_every: int = 5) -> None:
         self._library = pack(tokenizer, corpus.library)
@@ -40,7 +39,7 @@ class Batches:
 
     @property
     def num_tokens(self) -> int:
-        """Return the tokens of all text, tests included."""
+        """The number of tokens of all text, tests included."""
         return len(self._library) + len(self._tests)
 
     @property
@@ -48,7 +47,7 @@ class Batches:
         return int(max(text.max(initial=0) for text in (self._library, self._tests)))
 
     def draw(self, first_token: int, num_tokens: int, length: int) -> tuple[Tensor, Tensor]:
-        """Inputs and targets, int64 [num_tokens // length, length], of the batch that follows `first_token`."""
+        """Return inputs and targets, int64 [num_tokens // length, length], of the batch that follows `first_token`."""
         first = first_token // length
         windows = [self._window(number, length) for number in range(first, first + max(1, num_tokens // length))]
         token_ids = torch.from_numpy(np.stack(windows).astype(np.int64))

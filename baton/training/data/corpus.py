@@ -1,8 +1,7 @@
-"""The corpus: Python's own standard library as found on this machine, minus held-out modules.
+"""The corpus: the Python standard library of this machine without held-out modules.
 
-Library modules are the text that counts.  Test files (65 % of the bytes of a source build, none on Debian) repeat
-themselves, so they are kept apart and the trainer draws from them sparingly.
-"""
+Library modules are the main text. Test files (65 % of the bytes of a source build, none on Debian) are repetitive, so
+they are kept apart and the trainer draws few windows from them."""
 
 from __future__ import annotations
 
@@ -67,7 +66,7 @@ class Document:
 
 @dataclass(frozen=True)
 class Corpus:
-    """Three disjoint lists of documents, each in the order of their paths."""
+    """Three disjoint lists of documents, each sorted by path."""
 
     library: tuple[Document, ...]
     tests: tuple[Document, ...]
@@ -78,7 +77,7 @@ class Corpus:
         return self.library + self.tests
 
     def manifest(self) -> dict:
-        """Return a manifest of what was read: Python version and, for each list, files, bytes and SHA-256."""
+        """Return a manifest of what was read: the Python version, and files, bytes and SHA-256 of each list."""
         lists = {"library": self.library, "tests": self.tests, "held_out": self.held_out}
         return {
             "python": platform.python_version(),
@@ -89,9 +88,8 @@ class Corpus:
 def gather(stdlib: Path | None = None, max_bytes: int | None = None) -> Corpus:
     """Read the standard library.
 
-    `stdlib` defaults to the running interpreter's; `max_bytes` bounds the library, test and held-out lists alike,
-    for quick runs.  Raises FileNotFoundError if the folder holds no library source or none of the held-out modules.
-    """
+    `stdlib` defaults to the running interpreter's; `max_bytes` bounds each of the three lists, for quick runs. Raises
+    FileNotFoundError if the folder holds no library source or none of the held-out modules."""
     root = Path(stdlib or sysconfig.get_paths()["stdlib"])
     library, tests, held_out = [], [], []
     for path in sorted(p.relative_to(root).as_posix() for p in root.rglob("*.py")):
@@ -117,7 +115,7 @@ def _is_test(path: str) -> bool:
 
 
 def _tests_held_out(path: str) -> bool:
-    """Return whether a test file belongs to a held-out module: test_json/test_decode.py to json/decoder.py."""
+    """Return whether a test file belongs to a held-out module, as test_json/test_decode.py to json/decoder.py."""
     names = {f"test_{part}" for module in HELD_OUT for part in module.removesuffix(".py").split("/")}
     parts = path.removesuffix(".py").split("/")
     return any(part in names or part.startswith(tuple(f"{name}_" for name in names)) for part in parts)

@@ -1,4 +1,4 @@
-"""The tokenizer: byte-level BPE, trained on the corpus it will read, in the file format transformers loads."""
+"""The demo's tokenizer: byte-level BPE trained on the corpus, in transformers' file format."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
 
-# Line breaks keep the indentation that follows, so "blank line, eight blanks" is one token; a word takes one leading
-# blank or sign (".join", "(self"); digits are split in threes.
+# A line break keeps the indentation after it, so "blank line, eight spaces" is one token; a word takes one leading
+# space or sign (".join", "(self"); digits are split into threes.
 _SPLIT = r"(?:\r?\n[ \t]*)+|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+|[ \t]+(?=\S)|\s+"
 
 
@@ -63,7 +63,7 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path, max_length: int) -> None:
 
 
 def check_vocabulary(tokenizer: Tokenizer, largest: int, vocab_size: int, folder: Path) -> None:
-    """Raise ValueError where the largest id of a text is of a token that the model does not know."""
+    """Check that the largest id of a text is a token of the model. Raises ValueError."""
     try:
         calibration.check_vocabulary(tokenizer, largest, vocab_size, folder)
     except QuantizeError as error:
@@ -71,7 +71,7 @@ def check_vocabulary(tokenizer: Tokenizer, largest: int, vocab_size: int, folder
 
 
 def load_tokenizer(folder: Path) -> Tokenizer:
-    """Read the tokenizer.json of a folder, for whole texts. Raises ValueError."""
+    """Return the tokenizer of a folder, without truncation and padding. Raises ValueError."""
     try:
         return calibration.load_tokenizer(folder)
     except QuantizeError as error:

@@ -1,4 +1,4 @@
-"""An EAGLE-style draft in training: its own output takes the place of hidden states that are not computed yet."""
+"""An EAGLE-style draft in training: its own output replaces hidden states that are not computed yet."""
 
 from __future__ import annotations
 
@@ -13,15 +13,16 @@ from baton.engine.speculation.proposers.feature_proposer import WINDOW
 from baton.training.heads.target import FrozenTarget
 from baton.training.model.llama import MLP, Fp32RMSNorm, ModelConfig
 
-NUM_STEPS = 3  # of drafting on its own output, as it will at serving ("training-time test", arXiv 2503.01840)
-MEAN_CONTEXT = 96  # rows between two cuts: a decode worker has hidden states from its own first step on only
+NUM_STEPS = 3  # of drafting on its own output, as it will when served ("training-time test", arXiv 2503.01840)
+# mean number of rows between two cuts: a decode worker has hidden states only from its own first step on
+MEAN_CONTEXT = 96
 
 
 class EagleDraft(nn.Module):
     """One decoder layer over a projection of [embedding ; features] (baton.engine.speculation.proposers.eagle)."""
 
     def __init__(self, spec: ModelSpec, scale: float) -> None:
-        """`scale`: of the target's features, their root mean square."""
+        """Initialize the draft. `scale` is the root mean square of the target's features."""
         super().__init__()
         size, head_dim = spec.hidden_size, spec.head_dim
         self.head_dim, self.num_groups = head_dim, spec.num_heads // spec.num_kv_heads
@@ -40,7 +41,7 @@ class EagleDraft(nn.Module):
         for matrix in self.parameters():
             if matrix.ndim == 2:
                 nn.init.normal_(matrix, std=0.02)
-        # The layer starts as the identity, the projection as the features.
+        # Initially the layer is the identity, and the projection returns the features.
         nn.init.zeros_(self.o_proj.weight)
         nn.init.zeros_(self.mlp.down_proj.weight)
         with torch.no_grad():
@@ -48,11 +49,10 @@ class EagleDraft(nn.Module):
             self.norm.weight.fill_(scale)
 
     def guesses(self, target: FrozenTarget, features: Tensor, token_ids: Tensor) -> Iterator[Tensor]:
-        """Yield for each drafted token its logits [batch, places, vocab_size]: the i-th at place p is for the token
+        """Yield the logits [batch, places, vocab_size] of each drafted token: the i-th at place p is for the token
         after token p + i.
 
-        `features` [batch, length, hidden_size]: the target's, at the first of `token_ids` [batch, length + 1].
-        """
+        `features` [batch, length, hidden_size] are the target's, at the first of `token_ids` [batch, length + 1]."""
         places = features.shape[1] - NUM_STEPS
         seen = _seen(token_ids[:, :places])
         past: list[tuple[Tensor, Tensor]] = []
@@ -71,11 +71,10 @@ class EagleDraft(nn.Module):
         past: list[tuple[Tensor, Tensor]],
         seen: Tensor,
     ) -> Tensor:
-        """One drafted token at every place at once; [batch, places, hidden_size].
+        """Draft one token at all places in parallel; return [batch, places, hidden_size].
 
-        A row of a later step sees the rows of the first one up to its own place, which had true features, and of the
-        steps since then its own place only.
-        """
+        A row of a later step sees the rows of the first step up to its own place, which had true features, and of later
+        steps only its own place."""
         both = torch.cat((self.embedding_norm(embedded.float()), self.features_norm(features.float())), dim=-1)
         x = self.project(both).float()
         y = self.input_norm(x)
@@ -103,10 +102,9 @@ class EagleDraft(nn.Module):
 
 
 def _seen(token_ids: Tensor) -> Tensor:
-    """bool [batch, 1, places, places]: which rows a row sees, with random cuts of the context.
+    """Return a mask bool [batch, 1, places, places] of the rows that a row sees, with random cuts of the context.
 
-    The cuts are a function of the text, so that a resumed run draws the same.
-    """
+    The cuts are a function of the text, so a resumed run draws the same ones."""
     generator = torch.Generator().manual_seed(int(token_ids.sum()))
     segments = (torch.rand(token_ids.shape, generator=generator) < 1 / MEAN_CONTEXT).cumsum(1)
     distance = torch.arange(token_ids.shape[1])

@@ -1,4 +1,4 @@
-"""Training of heads: a frozen target, a text, and a module whose every step is compared with the target's own."""
+"""Train heads: a frozen target, a text, and a module each of whose steps is compared with the target's own."""
 
 from __future__ import annotations
 
@@ -24,18 +24,19 @@ from baton.training.heads.target import FrozenTarget
 from baton.training.model.trainer import Loss, Trainer, TrainingPlan, autocast
 
 Heads = MedusaHeads | EagleDraft
-FIGURES = "training.json"  # beside the weights: what train_heads returned
+FIGURES = "training.json"  # beside the weights: the result of train_heads
 
 LENGTH = 256  # tokens of a window
-LEAST_TOKENS = 16 * LENGTH  # of a text: less would be learned by heart
+LEAST_TOKENS = 16 * LENGTH  # of a text: a shorter one would be memorized
 NUM_MEDUSA_HEADS = 4
-FADING = 0.8  # weight of a step relative to the one before: a later token counts only if all before it are accepted
-MAX_LOGITS = 1 << 26  # of all steps of a batch: bounds memory, at most 1 GiB of fp32 values and gradients
+# weight of a step relative to the previous one: a later token counts only if all earlier ones are accepted
+FADING = 0.8
+MAX_LOGITS = 1 << 26  # of all steps of a batch: limits memory to 1 GiB of fp32 values and gradients
 MAX_EPOCHS = 20
 
 
 def default_plan(vocab_size: int, minutes: float, num_tokens: int) -> TrainingPlan:
-    """`num_tokens`: of the text."""
+    """Return the plan for a text of `num_tokens`."""
     return TrainingPlan(
         minutes=minutes,
         max_tokens=MAX_EPOCHS * num_tokens,
@@ -49,7 +50,7 @@ def default_plan(vocab_size: int, minutes: float, num_tokens: int) -> TrainingPl
 
 
 def new_heads(target: FrozenTarget, kind: str, seed: int = 0) -> Heads:
-    """An untrained module, as it always starts."""
+    """Return an untrained module with its fixed initialization."""
     torch.manual_seed(seed)
     spec, scale = target.spec, target.feature_scale
     if kind == "medusa":
@@ -60,13 +61,12 @@ def new_heads(target: FrozenTarget, kind: str, seed: int = 0) -> Heads:
 def train_heads(
     kind: str, model: Path, documents: Iterable[Document], out: Path, minutes: float, seed: int = 0
 ) -> dict:
-    """Train heads of a `kind` (medusa or eagle) for the model folder `model` and write them to `out`.
+    """Train heads of a `kind` (medusa or eagle) for the model folder `model`, and write them to `out`.
 
     State for resuming is kept in `out/.training` and removed at the end. Returns figures, among them `agreement`: for
-    each step the share of places at which heads and target name the same token. Raises ValueError if the text is too
-    short, a token is none of the model's, the state is another target's, or an eagle draft finds no rope to turn by;
-    ModelError if the model folder cannot be read; OSError if `out` cannot be written.
-    """
+    each step the share of places at which heads and target choose the same token. Raises ValueError if the text is too
+    short, has a token that the model lacks, if the state is another target's, or if the model has no rope for an eagle
+    draft; ModelError if the model folder cannot be read; OSError if `out` cannot be written."""
     spec = read_spec(model)
     if kind == "eagle" and not spec.ropes:
         raise ValueError(f"{model}: an eagle draft turns by the model's rope, and it has none; train --kind medusa")
@@ -92,7 +92,8 @@ def train_heads(
 
 
 def heads_loss(heads: Heads, target: FrozenTarget) -> Loss:
-    """Cross entropy against the target's distribution, mean of all steps, early ones first."""
+    """Return the loss: cross entropy against the target's distribution, averaged over all steps with more weight on
+    early ones."""
     weights = [FADING**step for step in range(heads.num_steps)]
 
     def loss(inputs: Tensor, targets: Tensor) -> Tensor:
@@ -112,8 +113,8 @@ def heads_loss(heads: Heads, target: FrozenTarget) -> Loss:
 @torch.no_grad()
 @autocast()
 def agreement(heads: Heads, target: FrozenTarget, inputs: Tensor, targets: Tensor) -> list[float]:
-    """Return for each step the share of places at which the likeliest token is the target's; [batch, length] a text and
-    the same one token on."""
+    """Return for each step the share of places at which the most likely token equals the target's. Inputs [batch,
+    length] are a text, targets the same text one token later."""
     same = [0.0] * heads.num_steps
     for token_ids, last in zip(inputs.split(1), targets[:, -1:].split(1), strict=True):
         features = target.features(token_ids)

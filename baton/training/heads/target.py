@@ -1,4 +1,4 @@
-"""The target as the training of a draft sees it: frozen, read through the engine, so that every family works."""
+"""The frozen target of a draft's training, read through the engine, so that every family works."""
 
 from __future__ import annotations
 
@@ -21,11 +21,12 @@ class FrozenTarget:
     """The fixed part while a draft learns: hidden states of a text, the embedding and the output matrix."""
 
     def __init__(self, folder: Path, max_length: int, max_tokens: int) -> None:
-        """Tokens of the longest window, and of the largest batch.  Raises ModelError naming the file at fault."""
+        """Load the target. `max_length`: tokens of the longest window; `max_tokens`: of the largest batch. Raises
+        ModelError that names the invalid file."""
         num_seqs = max_tokens // max_length
         num_blocks = num_seqs * -(-max_length // BLOCK_SIZE)
         num_states = None if read_spec(folder).state is None else max(2, num_seqs)
-        # Exact bits do not matter here, so the kernels are the fast ones.
+        # Exact bits do not matter here, so the fast kernels are used.
         config = EngineConfig(
             folder, block_size=BLOCK_SIZE, num_blocks=num_blocks, num_states=num_states, max_model_len=max_length,
             batch_invariant=False, device="cpu",
@@ -35,18 +36,18 @@ class FrozenTarget:
         self.identity = engine.model_identity
         self.spec = self.model.spec
         with torch.no_grad():
-            # The matrix, whatever form it is stored in: its columns are what it makes of unit vectors.
+            # The matrix in whatever form it is stored: its columns are the products with unit vectors.
             columns = self.model.head(torch.eye(self.spec.hidden_size, dtype=self.model.dtype))
             self.head = columns.t().contiguous().to(product_dtype())
 
     @property
     def feature_scale(self) -> float:
-        """Root mean square of features."""
+        """The root mean square of the features."""
         return self.model.norm.weight.float().square().mean().sqrt().item()
 
     @torch.no_grad()
     def features(self, token_ids: Tensor) -> Tensor:
-        """Token ids [batch, length] to what the output matrix is applied to, [batch, length, hidden_size]."""
+        """Return the inputs of the output matrix [batch, length, hidden_size] for token ids [batch, length]."""
         num_seqs, length = token_ids.shape
         num_blocks = -(-length // BLOCK_SIZE)
         tables = torch.arange(num_seqs * num_blocks).view(num_seqs, num_blocks)
@@ -67,16 +68,16 @@ class FrozenTarget:
 
     @torch.no_grad()
     def embed(self, token_ids: Tensor) -> Tensor:
-        """int64 [...] to [..., hidden_size]."""
+        """Return the embeddings [..., hidden_size] of token ids int64 [...]."""
         return self.model.embedding(token_ids.reshape(-1)).view(*token_ids.shape, -1)
 
     def logits(self, features: Tensor) -> Tensor:
-        """[..., hidden_size] to [..., vocab_size], scaled and capped as the model's are; gradients pass to the
-        features."""
+        """Return the logits [..., vocab_size] of features [..., hidden_size], scaled and capped like the model's;
+        gradients flow to the features."""
         logits = F.linear(features.to(self.head.dtype), self.head)
         if self.spec.logit_scale != 1:
             logits = logits * self.spec.logit_scale
-        if (cap := self.spec.logit_softcap) is not None:  # in fp32: near the cap large ones differ by little
+        if (cap := self.spec.logit_softcap) is not None:  # in fp32, since large logits near the cap differ by little
             logits = torch.tanh(logits.float() / cap) * cap
         return logits
 

@@ -1,5 +1,4 @@
-"""Train a LoRA adapter of the target on a style that anyone sees: source indented by tabs, which the library never
-is."""
+"""Train a LoRA adapter of the target on an obvious style: source indented by tabs, which the library never is."""
 
 from __future__ import annotations
 
@@ -25,7 +24,7 @@ _INDENT = re.compile(r"^(?:    )+", re.MULTILINE)
 
 
 class LowRankLinear(nn.Module):
-    """A linear that stays as it is, and beside it B (A x), which learns; B starts at zero."""
+    """A frozen linear with a trainable low-rank part B (A x) beside it; B starts at zero."""
 
     def __init__(self, base: nn.Linear) -> None:
         super().__init__()
@@ -34,12 +33,12 @@ class LowRankLinear(nn.Module):
         self.lora_B = nn.Parameter(torch.zeros(base.out_features, RANK))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return both, x [..., in] -> [..., out]."""
+        """Return the sum of both parts, x [..., in] -> [..., out]."""
         return self.base(x) + (x @ self.lora_A.T) @ self.lora_B.T * (ALPHA / RANK)
 
 
 class LowRankParts(nn.Module):
-    """The parts that learn of a model that `adapt` was called on, by module."""
+    """The trainable parts, by module, of a model on which `adapt` was called."""
 
     def __init__(self, model: Llama) -> None:
         super().__init__()
@@ -50,7 +49,7 @@ class LowRankParts(nn.Module):
 
 
 def adapt(model: Llama) -> None:
-    """Put a low-rank part beside every linear of the layers; all else learns nothing from now on."""
+    """Add a low-rank part to every linear of the layers, and freeze everything else."""
     model.requires_grad_(False)
     linears = [(name, module) for name, module in model.named_modules() if name.rpartition(".")[2] in _TARGETS]
     for name, module in linears:
@@ -60,7 +59,7 @@ def adapt(model: Llama) -> None:
 
 
 def tabbed(text: str) -> str:
-    """Return source with a tab for each four spaces that begin a line."""
+    """Return source with a tab for every four spaces at the beginning of a line."""
     return _INDENT.sub(lambda found: "\t" * (len(found[0]) // 4), text)
 
 
@@ -75,7 +74,7 @@ def tabbed_corpus(corpus: Corpus) -> Corpus:
 
 
 def train_adapter(model: Llama, batches: Batches, plan: TrainingPlan, checkpoint: Path) -> dict:
-    """Adapt a model to the text of `batches`, whose low-rank parts it has from then on; returns the figures."""
+    """Adapt a model to the text of `batches` by low-rank parts, which it keeps; return the figures."""
     torch.manual_seed(0)
     adapt(model.train())
     parts = LowRankParts(model)
@@ -83,7 +82,7 @@ def train_adapter(model: Llama, batches: Batches, plan: TrainingPlan, checkpoint
 
 
 def export_adapter(model: Llama, folder: Path, base: str) -> None:
-    """Write the low-rank parts of an adapted model as PEFT does, in bf16; the weights come last."""
+    """Write the low-rank parts of an adapted model in PEFT's format, in bf16; the weights come last."""
     folder.mkdir(parents=True, exist_ok=True)
     config = {
         "peft_type": "LORA",

@@ -1,4 +1,4 @@
-"""Evaluation on held-out modules: bits per byte, completed functions that parse, draft and target agreeing."""
+"""Evaluate on held-out modules: bits per byte, completed functions that parse, agreement of draft and target."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ COMPLETION_TOKENS = 256
 
 @dataclass(frozen=True)
 class FunctionHead:
-    """The text of a module up to the end of a `def` line; `start` is where the definition begins in it."""
+    """The text of a module up to the end of a `def` line; the definition begins at `start`."""
 
     module: str
     name: str
@@ -33,13 +33,13 @@ class FunctionHead:
 
     @property
     def definition(self) -> str:
-        """The head alone, its indentation included and no line break at the end."""
+        """The head alone, with its indentation and without a line break at the end."""
         return self.text[self.start :]
 
 
 @dataclass(frozen=True)
 class Completion:
-    """A prompt, what a model wrote after it, and the text of the latter."""
+    """A prompt, the tokens that a model wrote after it, and their text."""
 
     prompt_ids: list[int]
     written_ids: list[int]
@@ -49,7 +49,7 @@ class Completion:
 def evaluate(
     target: Llama, draft: Llama, tokenizer: Tokenizer, held_out: Sequence[Document], num_heads: int = 50
 ) -> dict:
-    """All figures, measured on the held-out documents, as plain values."""
+    """Return all figures on the held-out documents, as plain values."""
     texts = [token_ids(tokenizer, document) for document in held_out]
     num_bytes = sum(document.num_bytes for document in held_out)
     heads = select_heads(held_out, num_heads)
@@ -70,7 +70,7 @@ def evaluate(
 
 @torch.inference_mode()
 def total_bits(model: Llama, texts: Iterable[Tensor]) -> float:
-    """Bits the model needs for all tokens but the first of each text [length]."""
+    """Return the bits that the model needs for all tokens except the first of each text [length]."""
     nats = 0.0
     for window, num_scored in _windows(texts, model.config.max_length):
         log_probs = F.log_softmax(model(window[None, :-1])[0], dim=-1)
@@ -92,7 +92,7 @@ def agreement(target: Llama, draft: Llama, texts: Iterable[Tensor]) -> float:
 
 @torch.inference_mode()
 def agreement_on_completions(draft: Llama, completions: Iterable[Completion]) -> float:
-    """Share of the target's own greedy tokens the draft would have chosen: what speculation meets."""
+    """Return the share of the target's own greedy tokens that the draft would have chosen, as in speculation."""
     same = total = 0
     for completion in completions:
         written = torch.tensor(completion.written_ids)
@@ -104,7 +104,7 @@ def agreement_on_completions(draft: Llama, completions: Iterable[Completion]) ->
 
 
 def select_heads(documents: Iterable[Document], count: int) -> list[FunctionHead]:
-    """Up to `count` functions of at least four lines, evenly spread over the documents."""
+    """Return up to `count` functions of at least four lines, evenly spread over the documents."""
     heads = [head for document in documents for head in _heads(document)]
     count = min(count, len(heads))
     return [heads[i * len(heads) // count] for i in range(count)]
@@ -112,7 +112,7 @@ def select_heads(documents: Iterable[Document], count: int) -> list[FunctionHead
 
 @torch.inference_mode()
 def complete(model: Llama, tokenizer: Tokenizer, head: FunctionHead) -> Completion:
-    """Return the text that the model writes, greedily, after the last 512 tokens up to the head; at most 256 tokens."""
+    """Return the model's greedy continuation of the last 512 tokens up to the head; at most 256 tokens."""
     end = tokenizer.token_to_id(END_OF_TEXT)
     prompt_ids = tokenizer.encode(head.text).ids[-PROMPT_TOKENS:]
     cache, written_ids, newest = model.new_cache(), [], prompt_ids
@@ -126,11 +126,10 @@ def complete(model: Llama, tokenizer: Tokenizer, head: FunctionHead) -> Completi
 
 
 def judge(completion: str, definition: str) -> str:
-    """Judge whether the completed function is Python: "parsed", "wrong", or "unfinished" if no whole statement was
+    """Return whether the completed function is Python: "parsed", "wrong", or "unfinished" if no complete statement was
     written.
 
-    The text is cut where the function ends, or else at its last whole statement.
-    """
+    The text is cut where the function ends, or else after its last complete statement."""
     function = cut_function(definition + completion)
     if definition not in function:
         return "unfinished"
@@ -142,10 +141,10 @@ def judge(completion: str, definition: str) -> str:
 
 
 def cut_function(text: str) -> str:
-    """Cut after the function that opens `text`; if it does not end, before its last statement, which may be half.
+    """Cut the text after the function that opens it; if the function does not end, before its last statement, which may
+    be incomplete.
 
-    An indented function is returned below an `if True:`, so that it parses unchanged.
-    """
+    An indented function is returned below an `if True:`, so that it parses unchanged."""
     lines = text.splitlines(keepends=True)
     indent = len(lines[0]) - len(lines[0].lstrip())
     wrapped = (["if True:\n"] if indent else []) + lines
@@ -157,7 +156,7 @@ def cut_function(text: str) -> str:
 
 
 def _statements(lines: list[str]) -> Iterator[tuple[int, int]]:
-    """The first line (from 0) and the indentation level of each statement, up to where tokenizing fails."""
+    """Yield the first line (from 0) and the indentation level of each statement, up to where tokenizing fails."""
     level, at_start = 0, True
     skipped = {tokenize.NL, tokenize.COMMENT, tokenize.ENDMARKER}
     try:
@@ -186,7 +185,7 @@ def _heads(document: Document) -> Iterator[FunctionHead]:
 
 
 def _head_end(lines: list[str], node: ast.FunctionDef) -> int:
-    """The number of the last line of the head, from 1."""
+    """Return the number of the last line of the head, from 1."""
     line = node.lineno
     while not lines[line - 1].split("#")[0].rstrip().endswith(":") and line < node.body[0].lineno:
         line += 1
@@ -198,10 +197,9 @@ def token_ids(tokenizer: Tokenizer, document: Document) -> Tensor:
 
 
 def _windows(texts: Iterable[Tensor], length: int) -> Iterator[tuple[Tensor, int]]:
-    """Windows of up to `length` + 1 tokens and how many of their last tokens are scored.
+    """Yield windows of up to `length` + 1 tokens, and how many of their last tokens are scored.
 
-    They advance by half a window, so all but the first half of a text is scored with at least that much context.
-    """
+    They advance by half a window, so all but the first half of a text is scored with at least that much context."""
     for text in texts:
         scored = 1
         while scored < len(text):

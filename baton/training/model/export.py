@@ -1,4 +1,4 @@
-"""Export: a trained model as a folder that transformers, and every engine that reads its format, can load."""
+"""Export a trained model as a folder that transformers, and every engine that reads its format, can load."""
 
 from __future__ import annotations
 
@@ -30,10 +30,9 @@ _FIELDS = {
 
 
 def export(model: Llama, tokenizer: Tokenizer, folder: Path) -> None:
-    """Write config, generation config, bf16 weights and tokenizer; each file appears whole or not at all.
+    """Write config, generation config, bf16 weights and tokenizer; each file appears complete or not at all.
 
-    The weights come last, so a reader that finds them new finds the rest new too.
-    """
+    The weights come last, so a reader that finds new weights finds the other files new too."""
     folder.mkdir(parents=True, exist_ok=True)
     save_text(folder / "config.json", _to_json(_config(model.config, tokenizer)))
     save_text(folder / "generation_config.json", _to_json(_generation_config(tokenizer)))
@@ -43,7 +42,7 @@ def export(model: Llama, tokenizer: Tokenizer, folder: Path) -> None:
 
 
 def load(folder: Path) -> Llama:
-    """Read an exported model back, in fp32.  Raises FileNotFoundError if the folder holds none."""
+    """Read an exported model in fp32. Raises FileNotFoundError if the folder holds none."""
     values = json.loads((folder / "config.json").read_text())
     shape = {field: values[name] for name, field in _FIELDS.items()}
     if "num_experts" in values:
@@ -84,7 +83,7 @@ def _config(config: ModelConfig, tokenizer: Tokenizer) -> dict:
 
 
 def _generation_config(tokenizer: Tokenizer) -> dict:
-    """Greedy, ending at the end of a document or of a chat turn."""
+    """Return a config for greedy sampling that ends with a document or a chat turn."""
     return {
         "do_sample": False,
         "bos_token_id": tokenizer.token_to_id(END_OF_TEXT),

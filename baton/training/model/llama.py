@@ -1,4 +1,4 @@
-"""A Llama in plain PyTorch, its parameters named as in Hugging Face checkpoints, so that export is a copy."""
+"""A Llama in plain PyTorch, its parameters named as in Hugging Face checkpoints, so that an export is a copy."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Past:
         self.length = 0
 
     def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Append k and v [batch, kv_heads, new, head_dim]; returns all so far, [batch, kv_heads, length, head_dim]."""
+        """Append k and v [batch, kv_heads, new, head_dim]; return all so far, [batch, kv_heads, length, head_dim]."""
         if self.length:
             k, v = torch.cat((self.k, k), dim=2), torch.cat((self.v, v), dim=2)
         self.k, self.v, self.length = k, v, k.shape[2]
@@ -63,7 +63,7 @@ class CausalAttention(nn.Module):
         self.k_proj = nn.Linear(config.hidden_size, kv_size, bias=False)
         self.v_proj = nn.Linear(config.hidden_size, kv_size, bias=False)
         self.o_proj = nn.Linear(q_size, config.hidden_size, bias=False)
-        self.q_norm: nn.Module = nn.Identity()  # a Llama has none
+        self.q_norm: nn.Module = nn.Identity()  # a Llama has no such norm
         self.k_norm: nn.Module = nn.Identity()
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, past: Past | None = None) -> Tensor:
@@ -73,7 +73,7 @@ class CausalAttention(nn.Module):
         if past is not None:
             k, v = past.append(k, v)
         groups = q.shape[1] // k.shape[1]
-        # Repeated by hand: on CPU `enable_gqa` leaves the fused kernel.
+        # Repeated by hand: on CPU `enable_gqa` would not use the fused kernel.
         k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
         y = F.scaled_dot_product_attention(q, k, v, is_causal=q.shape[2] > 1)
         return self.o_proj(y.transpose(1, 2).flatten(2))
@@ -124,8 +124,8 @@ class Decoder(nn.Module):
         self.norm = Fp32RMSNorm(config.hidden_size, config.norm_eps)
 
     def forward(self, token_ids: Tensor, cache: list[Past] | None = None) -> Tensor:
-        """Return the normed hidden states [batch, length, hidden_size] of token ids [batch, length]; with a cache they
-        continue it."""
+        """Return the normed hidden states [batch, length, hidden_size] of token ids [batch, length]. With a cache, the
+        ids continue what it holds."""
         x = self.embed_tokens(token_ids)
         first = cache[0].length if cache else 0
         cos, sin = rotary_table(self.config, first, token_ids.shape[1], x.dtype)
@@ -144,14 +144,13 @@ class Llama(nn.Module):
         self.apply(self._initialize)
 
     def forward(self, token_ids: Tensor, cache: list[Past] | None = None) -> Tensor:
-        """Token ids [batch, length] to logits [batch, length, vocab_size].
+        """Return the logits [batch, length, vocab_size] of token ids [batch, length].
 
-        With a cache the ids continue what it holds: a prompt into an empty one, then one token at a time.
-        """
+        With a cache, the ids continue what it holds: a prompt into an empty cache, then one token at a time."""
         return F.linear(self.model(token_ids, cache), self.model.embed_tokens.weight)
 
     def new_cache(self) -> list[Past]:
-        """An empty cache for one batch of sequences."""
+        """Return an empty cache for one batch of sequences."""
         return [Past() for _ in self.model.layers]
 
     def num_parameters(self) -> int:
@@ -167,7 +166,7 @@ class Llama(nn.Module):
 
 
 def rotary_table(config: ModelConfig, first: int, length: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Cosines and sines [length, head_dim] of the positions from `first`, both halves alike."""
+    """Return cosines and sines [length, head_dim] of the positions from `first`, equal in both halves."""
     exponents = torch.arange(0, config.head_dim, 2).float() / config.head_dim
     angles = torch.outer(torch.arange(first, first + length).float(), config.rope_theta**-exponents)
     angles = torch.cat((angles, angles), dim=-1)

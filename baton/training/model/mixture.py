@@ -11,26 +11,26 @@ from torch import Tensor, nn
 from baton.training.model.llama import MLP, CausalAttention, DecoderLayer, Fp32RMSNorm, Llama, ModelConfig
 from baton.training.model.trainer import Loss, autocast
 
-_BALANCE = 0.01  # of the balance in the loss: enough that no expert starves, little against 2 nats a token
+_BALANCE = 0.01  # of the balance in the loss: enough that no expert starves, little compared with 2 nats per token
 
 
 @dataclass(frozen=True)
 class MixtureConfig(ModelConfig):
-    """The shape of a Llama whose MLPs are experts, `intermediate_size` wide, and whose q and k are normed by head."""
+    """The shape of a Llama whose MLPs are experts, `intermediate_size` wide, and whose q and k are normed per head."""
 
     num_experts: int = 8
-    num_chosen: int = 2  # of a token
+    num_chosen: int = 2  # experts per token
 
 
 class ExpertLayers(nn.Module):
-    """A router that chooses experts for each row, which are added weighted by what it says of them."""
+    """A router that chooses experts for each row; their outputs are added, weighted by the router's scores."""
 
     def __init__(self, config: MixtureConfig) -> None:
         super().__init__()
         self.num_chosen = config.num_chosen
         self.gate = nn.Linear(config.hidden_size, config.num_experts, bias=False)
         self.experts = nn.ModuleList(MLP(config) for _ in range(config.num_experts))
-        # Of the last pass: 1 where all experts have as much to do, their number at worst.
+        # Of the last pass: 1 if all experts are equally busy, their number at worst.
         self.balance = torch.zeros(())
 
     def forward(self, x: Tensor) -> Tensor:
@@ -65,13 +65,13 @@ class Mixture(Llama):
 
     @property
     def balance(self) -> Tensor:
-        """The mean over layers of what the last pass left there."""
+        """The mean balance of the last pass over all layers."""
         return torch.stack([module.balance for module in self.modules() if isinstance(module, ExpertLayers)]).mean()
 
 
 def mixture_loss(model: Mixture) -> Loss:
-    """Return a loss, inputs and targets int64 [batch, length] -> scalar: cross entropy against the next token, and what
-    keeps experts equally busy."""
+    """Return a loss, inputs and targets int64 [batch, length] -> scalar: cross entropy against the next token, plus a
+    term that keeps experts equally busy."""
 
     def loss(inputs: Tensor, targets: Tensor) -> Tensor:
         with autocast():

@@ -1,10 +1,9 @@
-"""Train a model for the int4 weights that it will be served with: every product of its layers is by rounded weights.
-The float weights behind them learn from the error (a straight-through estimator, arXiv 1308.3432), and so do the scales
-(LSQ, arXiv 1902.08153).
+"""Train a model for the int4 weights with which it will be served (quantization-aware training): every product of its
+layers uses rounded weights. The float weights behind them learn from the error (a straight-through estimator, arXiv
+1308.3432), and so do the scales (LSQ, arXiv 1902.08153).
 
-Training begins with the integers and scales of `baton quantize --scheme int4-gptq --group 32`, and the folder holds the
-values that were trained. Embedding, head and norms are not rounded, and learn too.
-"""
+Training begins with the integers and scales of `baton quantize --scheme int4-gptq --group 32`; the folder holds the
+trained ones. Embedding, head and norms are not rounded, and learn too."""
 
 from __future__ import annotations
 
@@ -32,23 +31,24 @@ from baton.training.model.llama import Llama
 from baton.training.model.trainer import Trainer, TrainingPlan, distillation_loss
 
 BITS, GROUP = 4, 32
-NUM_SAMPLES, SAMPLE_TOKENS = 64, 256  # that GPTQ is calibrated on
-NEAR = 0.49  # of a step: how far from its integer a weight may begin, so that it begins with that integer
-FIGURES = "training.json"  # beside the weights: what train_rounded returned
+NUM_SAMPLES, SAMPLE_TOKENS = 64, 256  # for the calibration of GPTQ
+NEAR = 0.49  # of a step: the largest initial distance of a weight from its integer, so that it rounds to it
+FIGURES = "training.json"  # beside the weights: the result of train_rounded
 
 
 class Rounded(nn.Module):
-    """A weight [out, in] as it is served, with the gradient of one that is not rounded, and scales that learn."""
+    """A weight [out, in] as it is served, with the gradient of an unrounded weight, and trainable scales."""
 
     first: Tensor  # scales [out, in // GROUP]
 
     def __init__(self, scales: Tensor):
         super().__init__()
         self.register_buffer("first", scales)
-        self.gain = nn.Parameter(torch.ones(scales.numel()))  # flat: vectors and matrices are trained differently
+        # flat, since vectors and matrices have different optimizers
+        self.gain = nn.Parameter(torch.ones(scales.numel()))
 
     def grid(self) -> Grid:
-        """Return the grid whose scales are as the folder will hold them."""
+        """Return the grid whose scales are rounded as the folder will hold them."""
         scales = self.first * self.gain.view_as(self.first)
         return Grid(BITS, GROUP, scales + (scales.bfloat16().float() - scales).detach())
 
@@ -62,8 +62,8 @@ class Rounded(nn.Module):
 def train_rounded(
     target: Path, tokenizer: Tokenizer, batches: Batches, training: TrainingPlan, work: Path, out: Path
 ) -> dict:
-    """Train the model in `target` to do with rounded weights what it does, and write it to `out`, int4; returns its
-    figures. A run that was interrupted goes on from what is in `work`. `out` does not exist."""
+    """Train the model in `target` to imitate itself with rounded weights, and write it to `out` as int4; return its
+    figures. An interrupted run continues from what is in `work`. `out` must not exist."""
     model, teacher = load(target).train(), load(target).to(product_dtype())
     windows, _ = batches.draw(0, NUM_SAMPLES * SAMPLE_TOKENS, SAMPLE_TOKENS)
     round_weights(model, target, list(windows), work / "gptq")
@@ -77,8 +77,8 @@ def train_rounded(
 
 
 def round_weights(model: Llama, target: Path, samples: list[Tensor], folder: Path) -> None:
-    """Have the model of `target` multiply by rounded weights from now on: those of GPTQ, which `folder` keeps, until
-    they learn. `samples`: token ids [tokens]."""
+    """Let the model of `target` multiply by rounded weights from now on, initially those of GPTQ, which `folder` keeps.
+    `samples`: token ids [tokens]."""
     if not folder.exists():
         quantize(plan(target, "int4-gptq", GROUP), folder, samples)
     config = model.config
@@ -93,8 +93,8 @@ def round_weights(model: Llama, target: Path, samples: list[Tensor], folder: Pat
 
 
 def export_rounded(model: Llama, tokenizer: Tokenizer, work: Path, folder: Path) -> None:
-    """Write a model that `round_weights` was called on as an int4 folder, which does not exist; the model is left with
-    its rounded weights alone. `work`: for the float folder in between."""
+    """Write a model on which `round_weights` was called as an int4 folder, which must not exist. The model keeps only
+    its rounded weights. `work` is for the float folder in between."""
     forms: dict[str, Form] = {}
     for name, module in _linears(model).items():
         learned = module.get_submodule("parametrizations.weight")

@@ -1,4 +1,5 @@
-"""The trainer: spends a budget of minutes, always ends with an annealed learning rate, and can be stopped anywhere."""
+"""The trainer: it spends a budget of minutes, always ends with an annealed learning rate, and can be stopped
+anywhere."""
 
 from __future__ import annotations
 
@@ -32,9 +33,8 @@ Loss = Callable[[Tensor, Tensor], Tensor]
 class TrainingPlan:
     """The plan for training one model.
 
-    Progress runs from 0 to 1 and is the larger of minutes spent and tokens read over their budgets; learning rates
-    and window lengths follow it.
-    """
+    Progress runs from 0 to 1: the larger share of the budgets of minutes and of tokens that is spent. Learning rates
+    and window lengths follow it."""
 
     minutes: float
     max_tokens: int
@@ -48,11 +48,12 @@ class TrainingPlan:
     checkpoint_seconds: float = 120.0
 
     def length_at(self, progress: float) -> int:
-        """Tokens per window.  Short windows first: attention over 1,024 is a third of a step, over 512 a sixth."""
+        """Return the tokens per window. Short windows come first: attention takes a third of a step over 1,024 tokens,
+        a sixth over 512."""
         return max(length for start, length in self.lengths if start <= progress)
 
     def lr_factor(self, progress: float) -> float:
-        """Warm up, hold, then fall in a line to zero."""
+        """Return the factor of the learning rates: warm up, hold, then fall linearly to zero."""
         rise = progress / self.warmup if self.warmup else 1.0
         fall = (1.0 - progress) / (1.0 - self.decay_from)
         return max(0.0, min(1.0, rise, fall))
@@ -61,11 +62,10 @@ class TrainingPlan:
 class Trainer:
     """Trains one model on batches until its plan is spent.
 
-    Matrices are trained by Muon, the embedding and the norms by AdamW.  State is in `checkpoint`, rewritten every
-    `plan.checkpoint_seconds`; when the file exists the run continues from it, elapsed time included.
-    `target`: the identity of what is learned from, where that is another model.
-    Raises ValueError if it holds a model of another shape, or for another target.
-    """
+    Matrices are trained by Muon, the embedding and the norms by AdamW. State is in `checkpoint`, rewritten every
+    `plan.checkpoint_seconds`; if the file exists, the run continues from it, elapsed time included. `target`: the
+    identity of a teacher model, if there is one. Raises ValueError if the checkpoint holds a model of another shape, or
+    for another target."""
 
     def __init__(
         self, model: nn.Module, loss: Loss, batches: Batches, plan: TrainingPlan, checkpoint: Path, target: str = ""
@@ -85,8 +85,8 @@ class Trainer:
         return max(self.seconds / (60 * self.plan.minutes), self.num_tokens / self.plan.max_tokens)
 
     def run(self, name: str) -> dict:
-        """Train to the end of the plan, showing a bar called `name`; returns tokens, steps, minutes and last loss.
-        Raises KeyboardInterrupt once a step that Ctrl-C came in has ended and is saved."""
+        """Train to the end of the plan with a progress bar called `name`; return tokens, steps, minutes and the last
+        loss. After Ctrl-C, end and save the current step, then raise KeyboardInterrupt."""
         saved = last = time.monotonic()
         with (
             _HeldInterrupt() as interrupt,
@@ -133,7 +133,8 @@ class Trainer:
         self.recent_loss = _smooth(self.recent_loss, loss.item(), self.num_steps)
 
     def _save(self) -> None:
-        """A checkpoint is safetensors: `model.NAME`, `optimizer.I.PARAMETER.NAME`, and the counters as metadata."""
+        """Save a checkpoint as safetensors: `model.NAME`, `optimizer.I.PARAMETER.NAME`, and the counters as
+        metadata."""
         tensors = {f"model.{name}": tensor for name, tensor in self.model.state_dict().items()}
         for number, optimizer in enumerate(self.optimizers):
             for parameter, state in optimizer.state_dict()["state"].items():
@@ -147,7 +148,7 @@ class Trainer:
         model: dict[str, Tensor] = {}
         states: list[dict[int, dict[str, Tensor]]] = [{} for _ in self.optimizers]
         with safe_open(self.checkpoint, "pt") as file:
-            # Those of earlier versions do not say whose they are.
+            # Checkpoints of earlier versions do not name their target.
             if file.metadata().get("target", self.target) != self.target:
                 raise ValueError(
                     f"{self.checkpoint} is of a run for another target; choose another folder for this one"
@@ -170,12 +171,12 @@ class Trainer:
 
 
 class _HeldInterrupt:
-    """Ctrl-C amid a step, held back until its end, where all that is saved is of one step; a second one is not held
-    back."""
+    """Holds back a Ctrl-C until the current step ends, so that everything saved belongs to one step. A second one is
+    not held back."""
 
     def __enter__(self) -> _HeldInterrupt:
         self.came = False
-        # Where it is ignored, as in the background of a script, it stays so.
+        # A script's background jobs ignore it, and go on doing so.
         is_ours = signal.getsignal(signal.SIGINT) is signal.default_int_handler
         self._is_held = is_ours and threading.current_thread() is threading.main_thread()
         if self._is_held:
@@ -192,13 +193,13 @@ class _HeldInterrupt:
 
 
 def autocast() -> torch.autocast:
-    """Return a context in which matrices are multiplied in what the processor multiplies fastest, bf16 or fp32."""
+    """Return a context in which matrices are multiplied in the processor's fastest dtype, bf16 or fp32."""
     return torch.autocast("cpu", torch.bfloat16, enabled=product_dtype() == torch.bfloat16)
 
 
 class _MuonInProductDtype(TorchFunctionMode):
-    """Muon orthogonalizes in bf16 whatever the processor: its step for the demo's target took 12 s with AVX2, and takes
-    0.4 in fp32."""
+    """Lets Muon orthogonalize in the processor's fastest dtype. Its own bf16 took 12 s per step of the demo's target
+    with AVX2; fp32 takes 0.4 s."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         if func is Tensor.bfloat16:
@@ -235,7 +236,7 @@ def _optimizers(model: nn.Module, plan: TrainingPlan) -> list[torch.optim.Optimi
     matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and "embed_tokens" not in name]
     vectors = [p for name, p in model.named_parameters() if p.ndim == 1 or "embed_tokens" in name]
     made: list[torch.optim.Optimizer] = [torch.optim.Muon(matrices, lr=plan.matrix_lr, weight_decay=plan.weight_decay)]
-    if vectors:  # an adapter has none
+    if vectors:  # an adapter has no vectors
         made.append(torch.optim.AdamW(vectors, lr=plan.vector_lr, betas=(0.9, 0.95), weight_decay=0.0))
     for optimizer in made:
         for group in optimizer.param_groups:
@@ -244,12 +245,12 @@ def _optimizers(model: nn.Module, plan: TrainingPlan) -> list[torch.optim.Optimi
 
 
 def _smooth(average: float, value: float, num_values: int) -> float:
-    """Average over the last 50 or so of `num_values` values."""
+    """Return the average of about the last 50 of `num_values` values."""
     return average + (value - average) / min(num_values, 50)
 
 
 def _bar_style() -> dict:
-    """A live bar on a terminal, a line a minute in a log."""
+    """Return tqdm's arguments for a live bar on a terminal, and a line per minute in a log."""
     interval = 0.5 if sys.stderr.isatty() else 60.0
     return {
         "mininterval": interval,
