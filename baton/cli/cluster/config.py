@@ -15,8 +15,8 @@ from baton.cli.cluster.up_settings import (
     gateway_settings,
     options_of,
     resolve,
-    worker_settings,
 )
+from baton.cli.launch.worker_options import worker_settings
 from baton.protocol import ROLES
 from baton.service.arguments import add_command
 from baton.service.exits import WRONG_USE, fail
@@ -75,7 +75,7 @@ def _lines(found: Resolved, flags: Mapping[str, object]) -> Iterator[str]:
 
 
 def _worker_values(found: Resolved, role: str, flags: Mapping[str, object]) -> Values:
-    settings = worker_settings(found.workers[role], next(iter(found.models.values())))
+    settings = worker_settings(found.workers.values[role], next(iter(found.models.values())))
     values = _with_sources(flat_values(settings), WorkerSettings, (f"{role}.", ""), found, flags)
     if values["threads"][1] == "default" and values["threads"][0] is not None:
         values["threads"] = (values["threads"][0], "the cores, divided among the workers")

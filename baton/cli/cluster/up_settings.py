@@ -12,11 +12,10 @@ from pathlib import Path
 from baton.addresses import AddressError, host_of, split_address
 from baton.cli.cluster.certs import CA_CERT, CREDENTIALS, SECRET
 from baton.cli.launch.hub import find_model, name_on_hub
-from baton.cli.launch.joint_settings import check_kv_ports, check_split, check_transports
-from baton.cli.launch.placing.gpus import visible_gpus
+from baton.cli.launch.joint_settings import check_split
 from baton.cli.launch.placing.keeper import StartError
-from baton.cli.launch.placing.launcher import Resources
-from baton.cli.launch.stack import SHIPPED_MODEL, StackPlan, divide_cores
+from baton.cli.launch.stack import SHIPPED_MODEL, StackPlan
+from baton.cli.launch.worker_options import SET_BY_STACK, WorkerOptions, read_worker_options
 from baton.gguf import is_gguf
 from baton.protocol import ROLES, model_setting, named_models
 from baton.service.security.access import Access
@@ -40,8 +39,7 @@ from baton.service.settings import (
 from baton.worker.settings import WorkerSettings
 from gateway.config.settings import GatewaySettings
 
-# Settings that `baton up` itself sets.
-_NOT_OPTIONS = ("model", "listen", "admin", "gateways", "served_model_name")
+# Settings of a gateway that `baton up` itself sets.
 _NOT_GATEWAY_OPTIONS = (
     "model", "served_model_name", "listen", "http", "prefill_workers", "decode_workers", "redis", "admin",
 )  # fmt: skip
@@ -146,8 +144,8 @@ class UpSettings:
 
 # Tables of the file, with the prefix of their flags, the settings class, and the fields that a table may not set.
 _TABLES = {
-    "prefill_worker": ("prefill.", WorkerSettings, _NOT_OPTIONS),
-    "decode_worker": ("decode.", WorkerSettings, _NOT_OPTIONS),
+    "prefill_worker": ("prefill.", WorkerSettings, SET_BY_STACK),
+    "decode_worker": ("decode.", WorkerSettings, SET_BY_STACK),
     "gateway": ("gateway.", GatewaySettings, _NOT_GATEWAY_OPTIONS),
 }
 
@@ -155,16 +153,14 @@ _TABLES = {
 @dataclass(frozen=True)
 class Resolved:
     """All settings of a stack, joined and checked. `models` by name, None for a single one; `num_workers` per model and
-    role; `workers`: values that were set, by role; `gateway`: those of the gateway; `sources`: where a value was set
-    other than by a flag, by the flag's name; `cpu_roles` compute on the CPU; `resources` of one worker, by role."""
+    role; `gateway`: values of the gateway that were set; `sources`: where a value was set other than by a flag, by the
+    flag's name."""
 
     up: UpSettings
     models: Mapping[str | None, Path]
     num_workers: dict[str, int]
-    workers: dict[str, dict[str, object]]
+    workers: WorkerOptions
     gateway: dict[str, object]
-    cpu_roles: list[str]
-    resources: dict[str, Resources]
     sources: dict[str, str]
 
 
@@ -174,9 +170,9 @@ def add_up_flags(parser: argparse.ArgumentParser, is_short: bool) -> None:
     shown = _SHORT if is_short else None
     add_flags(parser, UpSettings, shown=shown, names_variable=not is_short)
     workers = parser.add_argument_group("worker options", "Of both roles; --prefill.OPTION and --decode.OPTION of one.")
-    add_flags(workers, WorkerSettings, skip=_NOT_OPTIONS, shown=shown, names_variable=not is_short, defaults=COUNTED)
+    add_flags(workers, WorkerSettings, skip=SET_BY_STACK, shown=shown, names_variable=not is_short, defaults=COUNTED)
     for role in ROLES:
-        add_flags(parser, WorkerSettings, f"{role}.", skip=_NOT_OPTIONS, hidden=True)
+        add_flags(parser, WorkerSettings, f"{role}.", skip=SET_BY_STACK, hidden=True)
     gateway = parser if is_short else parser.add_argument_group("gateway options")
     add_flags(
         gateway, GatewaySettings, "gateway.", skip=_NOT_GATEWAY_OPTIONS, hidden=is_short, names_variable=not is_short,
@@ -186,15 +182,8 @@ def add_up_flags(parser: argparse.ArgumentParser, is_short: bool) -> None:
 
 def options_of(cls: type) -> list[str]:
     """Return the fields of UpSettings, WorkerSettings or GatewaySettings that users of `baton up` can set."""
-    skip = {WorkerSettings: _NOT_OPTIONS, GatewaySettings: _NOT_GATEWAY_OPTIONS}.get(cls, ())
+    skip = {WorkerSettings: SET_BY_STACK, GatewaySettings: _NOT_GATEWAY_OPTIONS}.get(cls, ())
     return [name for name in flat_fields(cls) if name not in skip]
-
-
-def worker_settings(values: Mapping[str, object], model: Path) -> WorkerSettings:
-    """Return a worker's settings from these values, checked as the worker checks them. Raises SettingsError."""
-    of_stack = {variable(name) for name in _NOT_OPTIONS}  # BATON_LISTEN is the gateway's
-    env = {name: value for name, value in os.environ.items() if name not in of_stack}
-    return load_settings(WorkerSettings, values, env, defaults={"model": model})
 
 
 def gateway_settings(found: Resolved) -> GatewaySettings:
@@ -220,26 +209,28 @@ def make_plan(args: argparse.Namespace) -> StackPlan:
     gateway = dict(found.gateway)
     # the Redis URL may have a password
     fleet_listen, redis = gateway.pop("fleet_listen", None), gateway.pop("redis", None)
-    drain_s = {role: _WORKER_BEYOND_S + _grace_s(WorkerSettings, values) for role, values in found.workers.items()}
+    workers = found.workers.values
+    drain_s = {role: _WORKER_BEYOND_S + _grace_s(WorkerSettings, values) for role, values in workers.items()}
     gateway_drain_s = _GATEWAY_BEYOND_S + _grace_s(GatewaySettings, gateway)
     return StackPlan(
-        models,
-        up.listen,
-        found.num_workers,
-        {role: to_argv(WorkerSettings, values) for role, values in found.workers.items()},
-        to_argv(GatewaySettings, gateway),
-        {} if redis is None else {variable("redis"): str(redis)},
-        up.gateways,
-        found.cpu_roles,
-        up.http,
-        None if fleet_listen is None else str(fleet_listen),
-        up.control,
-        Access(**_tls_files(up.certs, "gateway")) if up.certs else Access(),
-        (up.address or "auto") if up.launcher == "ray" else None,
-        found.resources,
-        up.together,
-        drain_s,
-        gateway_drain_s + (drain_s["decode"] if up.together else 0),  # both drain in one process, the gateway first
+        models=models,
+        listen=up.listen,
+        num_workers=found.num_workers,
+        worker_options={role: to_argv(WorkerSettings, values) for role, values in workers.items()},
+        gateway_options=to_argv(GatewaySettings, gateway),
+        gateway_env={} if redis is None else {variable("redis"): str(redis)},
+        num_gateways=up.gateways,
+        cpu_roles=found.workers.cpu_roles,
+        http=up.http,
+        fleet_listen=None if fleet_listen is None else str(fleet_listen),
+        control=up.control,
+        access=Access(**_tls_files(up.certs, "gateway")) if up.certs else Access(),
+        ray_address=(up.address or "auto") if up.launcher == "ray" else None,
+        resources=found.workers.resources,
+        together=up.together,
+        drain_s=drain_s,
+        # both drain in one process, the gateway first
+        gateway_drain_s=gateway_drain_s + (drain_s["decode"] if up.together else 0),
     )
 
 
@@ -280,15 +271,17 @@ def resolve(args: argparse.Namespace) -> Resolved:
         folder = _folder_values(settings)
         gateway = {**folder["gateway"], **gateway}
         gateway |= given(GatewaySettings, flags, "gateway.")
-        num_workers = settings.num_workers
-        workers, cpu_roles, resources = _worker_values(flags, num_workers, models, settings, folder)
+        num_workers, served_as = settings.num_workers, settings.served_model_name
+        named = {"served_model_name": served_as} if served_as else {}
+        implied = {role: {**folder[role], **named} for role in ROLES}
+        workers = read_worker_options(flags, implied, models, num_workers, is_local=settings.launcher == "local")
     except SettingsError as error:
         raise SettingsError(
             name_sources(str(error), {name.rpartition(".")[2]: each for name, each in from_file.items()})
         ) from None
     sources = _folder_sources(folder, flags)
     sources |= {name: each.source for name, each in from_file.items() if name not in vars(args)}
-    return Resolved(settings, models, num_workers, workers, gateway, cpu_roles, resources, sources)
+    return Resolved(settings, models, num_workers, workers, gateway, sources)
 
 
 def _from_file(args: argparse.Namespace) -> dict[str, Sourced]:
@@ -305,7 +298,7 @@ def _from_file(args: argparse.Namespace) -> dict[str, Sourced]:
             found[prefix + field] = each
     own = {key: table.pop(key) for key in list(table) if key.replace("-", "_") in flat_fields(UpSettings)}
     found |= from_table(UpSettings, own, args.config)
-    found |= from_table(WorkerSettings, table, args.config, _NOT_OPTIONS, beside=flat_fields(UpSettings))
+    found |= from_table(WorkerSettings, table, args.config, SET_BY_STACK, beside=flat_fields(UpSettings))
 
     def is_overridden(name: str) -> bool:
         bare = name.rpartition(".")[2]
@@ -353,48 +346,3 @@ def _tls_files(certs: Path, role: str) -> dict[str, Path]:
                 f"--certs {certs}: {path.name} is not there; `baton certs --out DIR` writes such a folder"
             )
     return files
-
-
-def _worker_values(
-    flags: Mapping[str, object],
-    num_workers: dict[str, int],
-    models: Mapping[str | None, Path],
-    up: UpSettings,
-    folder: Mapping[str, Mapping[str, object]],
-) -> tuple[dict[str, dict[str, object]], list[str], dict[str, Resources]]:
-    """Return the worker options that were given, by role, with thread counts, each checked as the worker checks it; the
-    roles that compute on the CPU; and the resources of one worker, by role. Raises SettingsError."""
-    both = given(WorkerSettings, {name: value for name, value in flags.items() if name not in _NOT_OPTIONS})
-    own = {role: given(WorkerSettings, flags, f"{role}.") for role in ROLES}
-    for role in ROLES:
-        if own[role] and not num_workers[role]:
-            raise SettingsError(f"--{role}.{next(iter(own[role])).replace('_', '-')} has no effect with --{role} 0")
-    for name in both:
-        if all(name in own[role] for role in ROLES):
-            flag = name.replace("_", "-")
-            raise SettingsError(f"--{flag} has no effect beside --prefill.{flag} and --decode.{flag}")
-    name = {"served_model_name": up.served_model_name} if up.served_model_name else {}
-    values = {role: {**folder[role], **name, **both, **own[role]} for role in ROLES}
-    settings: dict[str, WorkerSettings] = {}
-    for model in models.values():
-        for role in ROLES:
-            settings[role] = worker_settings(values[role], model)
-    check_transports(settings, num_workers)
-    if up.launcher == "local":
-        check_kv_ports(settings, num_workers, len(models))
-    engines = {role: settings[role].engine for role in ROLES}
-    num_ranks = {role: len(models) * num_workers[role] * engines[role].num_ranks_here for role in ROLES}
-    threads: Mapping[str, int | None] = {role: engines[role].threads for role in ROLES}
-    cpu_roles = [role for role in ROLES if engines[role].device == "cpu"]
-    resources = {
-        role: Resources((threads[role] or 1) * each.num_ranks_here, 0 if role in cpu_roles else each.num_ranks_here)
-        for role, each in engines.items()
-    }
-    # CPU workers of one process divide the cores by themselves if no thread count is given.
-    on_gpus = len(cpu_roles) < len(ROLES) and bool(visible_gpus())
-    is_divided = on_gpus or any(threads.values()) or any(each.num_ranks_here > 1 for each in engines.values())
-    if up.launcher == "local" and is_divided:  # on a cluster, a worker has the cores that are reserved for it
-        threads = divide_cores(num_ranks, threads)
-    for role in ROLES:
-        values[role] |= {} if threads[role] is None else {"threads": threads[role]}
-    return values, cpu_roles, resources

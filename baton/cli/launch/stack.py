@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import sys
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-from baton import system
 from baton.cli.launch.control import DEFAULT_ADDRESS, ControlServer
 from baton.cli.launch.placing.keeper import Keeper, StartError
 from baton.cli.launch.placing.launcher import Resources, WorkerLauncher, WorkerProgram
@@ -27,20 +25,6 @@ from baton.service.security.tls import Tls
 _BATON = Path(__file__).resolve().parents[2]
 _IN_WHEEL, _IN_CHECKOUT = _BATON / "shipped" / "target", _BATON.parent / "demo" / "target"
 SHIPPED_MODEL = _IN_WHEEL if _IN_WHEEL.is_dir() else _IN_CHECKOUT
-
-
-def divide_cores(num_workers: Mapping[str, int], threads: Mapping[str, int | None]) -> dict[str, int | None]:
-    """Return the threads of each worker (or rank) by role; where `threads` has None, an equal share of the cores that
-    the others leave.
-
-    Two workers with all cores each would wait for one another's threads within every product
-    (engine/core/shared_cores). If OMP_NUM_THREADS is set, every worker reads it itself."""
-    if "OMP_NUM_THREADS" in os.environ:
-        return dict(threads)
-    taken = sum(num_workers[role] * (each or 0) for role, each in threads.items())
-    num_sharing = sum(num_workers[role] for role, each in threads.items() if each is None)
-    share = max(1, (system.num_cores() - taken) // max(1, num_sharing))
-    return {role: each or share for role, each in threads.items()}
 
 
 @dataclass(frozen=True)

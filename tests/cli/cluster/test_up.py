@@ -16,7 +16,8 @@ import psutil
 import pytest
 
 from baton import system
-from baton.cli.cluster import up, up_settings
+from baton.cli.cluster import up
+from baton.cli.launch import worker_options
 from baton.cli.launch.placing.keeper import StartError
 from baton.cli.main import main
 from baton.service.settings import SettingsError, make_parser
@@ -376,7 +377,7 @@ def test_workers_share_the_cores(folder, monkeypatch):
     assert threads("--tensor-parallel", "2") == (["--threads=4"], ["--threads=4"]), "of each rank"
     assert threads("--prefill.tensor-parallel", "4", "--decode.threads", "4") == (["--threads=3"], ["--threads=4"])
     with monkeypatch.context() as gpus:
-        gpus.setattr(up_settings, "visible_gpus", lambda: ["0"])
+        gpus.setattr(worker_options, "visible_gpus", lambda: ["0"])
         assert threads() == (["--threads=8"], ["--threads=8"]), "on GPUs nobody else divides what the host computes"
         assert threads("--device", "cpu") == ([], [])
     with monkeypatch.context() as container:
