@@ -2,75 +2,83 @@
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from baton.planning.devices import Device
 from baton.planning.search import Ask, LoadOutcome, StackChoice, WorkerPlan
 
-_SURE = {
+_CONFIDENCE = {
     "measured": "kernels were measured on this kind of device, at these shapes",
     "interpolated": "kernels were measured on this kind of device, between these shapes",
     "extrapolated": "no kernel was measured at these shapes on such a device: data sheets and assumed efficiencies; try it before you buy",
 }
 
 
-def as_text(
-    choices: Sequence[StackChoice], ask: Ask, device: Device, sure: str, price: float | None, model: str
-) -> str:
-    """Return the answer for a terminal, the smallest stack first."""
-    best = choices[0]
-    lines = [
-        f"{best.num_prefill} prefill and {best.num_decode} decode workers of {best.worker.words} on {device.name}: "
-        f"{best.num_devices} devices, {_met(best.outcome)} of requests meet {ask.slo} at {ask.rate:g}/s",
-        f"bound by {best.bound}; {sure}: {_SURE[sure]}",
-        "",
-        *_memory(best.worker),
-        "",
-        *_table(choices, price),
-        "",
-        "start it:",
-        *(f"  {line}" for line in command_lines(best, device, model)),
-        "compose.yaml, beside it as compose.override.yaml:",
-        *(f"  {line}" for line in compose_override(best, device)),
-        "Helm values:",
-        *(f"  {line}" for line in helm_values(best, device)),
-    ]
-    return "\n".join(lines)
+@dataclass(frozen=True)
+class PlanReport:
+    """A plan to be printed: the stacks that hold the load, what was asked, and how sure the answer is (measured,
+    interpolated or extrapolated). `price` is that of a device for an hour, `model` as commands take it."""
 
+    choices: Sequence[StackChoice]
+    ask: Ask
+    device: Device
+    confidence: str
+    price: float | None
+    model: str
 
-def as_json(
-    choices: Sequence[StackChoice], ask: Ask, device: Device, sure: str, price: float | None, model: str
-) -> str:
-    """Return the whole answer as JSON."""
-    return json.dumps(
-        {
-            "device": device.name,
-            "rate": ask.rate,
-            "slo": str(ask.slo),
-            "attainment": ask.attainment,
-            "confidence": sure,
-            "choices": [
-                {
-                    "prefill": choice.num_prefill,
-                    "decode": choice.num_decode,
-                    "devices": choice.num_devices,
-                    "form": str(choice.worker.form),
-                    "kv_form": choice.worker.kv_form,
-                    "degree": choice.worker.degree,
-                    "max_num_seqs": choice.worker.batch,
-                    "memory": _memory_fields(choice.worker),
-                    "bound": choice.bound,
-                    "usd_per_million_output_tokens": cost(choice, price),
-                    "outcome": vars(choice.outcome),
-                    "curve": [vars(outcome) for outcome in choice.curve],
-                    "command_lines": command_lines(choice, device, model),
-                    "compose_override": "\n".join(compose_override(choice, device)) + "\n",
-                    "helm_values": "\n".join(helm_values(choice, device)) + "\n",
-                }
-                for choice in choices
-            ],
-        },
-        indent=1,
-    )
+    def as_text(self) -> str:
+        """Return the answer for a terminal, the smallest stack first."""
+        best, ask, device = self.choices[0], self.ask, self.device
+        lines = [
+            f"{best.num_prefill} prefill and {best.num_decode} decode workers of {best.worker.words} on {device.name}: "
+            f"{best.num_devices} devices, {_met(best.outcome)} of requests meet {ask.slo} at {ask.rate:g}/s",
+            f"bound by {best.bound}; {self.confidence}: {_CONFIDENCE[self.confidence]}",
+            "",
+            *_memory(best.worker),
+            "",
+            *_table(self.choices, self.price),
+            "",
+            "start it:",
+            *(f"  {line}" for line in command_lines(best, device, self.model)),
+            "compose.yaml, beside it as compose.override.yaml:",
+            *(f"  {line}" for line in compose_override(best, device)),
+            "Helm values:",
+            *(f"  {line}" for line in helm_values(best, device)),
+        ]
+        return "\n".join(lines)
+
+    def as_json(self) -> str:
+        """Return the whole answer as JSON."""
+        return json.dumps(
+            {
+                "device": self.device.name,
+                "rate": self.ask.rate,
+                "slo": str(self.ask.slo),
+                "attainment": self.ask.attainment,
+                "confidence": self.confidence,
+                "choices": [self._fields_of(choice) for choice in self.choices],
+            },
+            indent=1,
+        )
+
+    def _fields_of(self, choice: StackChoice) -> dict[str, object]:
+        return {
+            "prefill": choice.num_prefill,
+            "decode": choice.num_decode,
+            "devices": choice.num_devices,
+            "form": str(choice.worker.form),
+            "kv_form": choice.worker.kv_form,
+            "degree": choice.worker.degree,
+            "max_num_seqs": choice.worker.batch,
+            "memory": _memory_fields(choice.worker),
+            "bound": choice.bound,
+            "usd_per_million_output_tokens": cost(choice, self.price),
+            "outcome": vars(choice.outcome),
+            "curve": [vars(outcome) for outcome in choice.curve],
+            "command_lines": command_lines(choice, self.device, self.model),
+            "compose_override": "\n".join(compose_override(choice, self.device)) + "\n",
+            "helm_values": "\n".join(helm_values(choice, self.device)) + "\n",
+        }
 
 
 def cost(choice: StackChoice, price: float | None) -> float | None:

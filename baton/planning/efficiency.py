@@ -78,10 +78,10 @@ class Efficiencies:
         own = self._tables.get((kind, form, is_cached)) or self._tables.get((kind, "*", is_cached))
         table = own or self._tables[kind, _NEXT[form], is_cached]
         sizes = sorted(table)
-        low, high, part, sure = _between(sizes, size)
+        low, high, part, confidence = _between(sizes, size)
         values = [_on_line(table[each], rows) for each in (low, high)]
         is_known = self.is_measured and own is not None
-        self.used.add(max((sure, values[0][1], values[1][1]), key=_ORDER.index) if is_known else EXTRAPOLATED)
+        self.used.add(max((confidence, values[0][1], values[1][1]), key=_ORDER.index) if is_known else EXTRAPOLATED)
         return values[0][0] ** (1 - part) * values[1][0] ** part
 
     def forms(self, kind: str) -> set[str]:
@@ -102,8 +102,8 @@ def _between(values: Sequence[float], wanted: float) -> tuple[float, float, floa
 
 def _on_line(line: Sequence[tuple[float, float]], rows: float) -> tuple[float, str]:
     known = dict(line)
-    low, high, part, sure = _between(sorted(known), rows)
-    return known[low] ** (1 - part) * known[high] ** part, sure
+    low, high, part, confidence = _between(sorted(known), rows)
+    return known[low] ** (1 - part) * known[high] ** part, confidence
 
 
 def read_efficiencies(path: Path) -> Efficiencies:

@@ -249,7 +249,7 @@ def plan():
 
 def test_the_answer_as_json_is_what_is_told(plan):
     choices, asked = plan
-    told = json.loads(answer.as_json(choices, asked, GPUS["H100"], "extrapolated", 2.5, "qwen3-8b"))
+    told = json.loads(answer.PlanReport(choices, asked, GPUS["H100"], "extrapolated", 2.5, "qwen3-8b").as_json())
     first = told["choices"][0]
     assert first["devices"] == choices[0].num_devices and told["confidence"] == "extrapolated"
     tokens_per_s = first["outcome"]["output_tokens_per_s"]

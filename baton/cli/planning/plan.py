@@ -113,7 +113,8 @@ def _plan(args: argparse.Namespace, entries: list[TraceEntry], rate: float, slo:
     """Search for the smallest stack and print it; return the exit status. The imports need torch, so they come after
     wrong use has been reported. Raises PictureError."""
     from baton.engine.core.model_errors import ModelError
-    from baton.planning import answer, search
+    from baton.planning import search
+    from baton.planning.answer import PlanReport, curves_of
     from baton.planning.picture import goodput_picture
     from baton.planning.workload import at_rate, fitting
 
@@ -143,12 +144,12 @@ def _plan(args: argparse.Namespace, entries: list[TraceEntry], rate: float, slo:
     except search.NoPlan as error:
         return fail("baton plan", error, FAILED)
     say("")
-    sure = search.confidence(efficiencies, device)
-    show = answer.as_json if args.json else answer.as_text
-    print(show(choices, ask, device, sure, args.price, name_to_start(args)))
+    confidence = search.confidence(efficiencies, device)
+    report = PlanReport(choices, ask, device, confidence, args.price, name_to_start(args))
+    print(report.as_json() if args.json else report.as_text())
     if args.picture is not None:
-        title = f"{spec.name} on {device.name}, {slo}: {sure}"
-        write_picture(args.picture, goodput_picture(title, answer.curves_of(choices), rate))
+        title = f"{spec.name} on {device.name}, {slo}: {confidence}"
+        write_picture(args.picture, goodput_picture(title, curves_of(choices), rate))
     return 0
 
 
