@@ -9,10 +9,12 @@ from baton.loadgen.trace import TraceEntry
 from baton.loadgen.workload import Shape, arrivals, drawn
 from kvtransfer.naming import SPAN_TOKENS
 
+_SEED = 0  # so that a plan is the same each time
 
-def drawn_entries(rate: float, shape: Shape, num: int, seed: int = 0) -> list[TraceEntry]:
+
+def drawn_entries(rate: float, shape: Shape, num: int) -> list[TraceEntry]:
     """Return requests with Poisson arrivals, `rate` a second, and lengths around the means of `shape`."""
-    rng = random.Random(seed)
+    rng = random.Random(_SEED)
     jobs = drawn(rng, arrivals("poisson", rate, rng), num, shape)
     return [TraceEntry(job.at_s, job.num_prompt, job.num_output, job.hash_ids, job.block) for job in jobs]
 

@@ -42,9 +42,9 @@ def options_of(args: argparse.Namespace) -> GenerateOptions:
     return GenerateOptions(**{name: value for name, value in given.items() if value is not None})
 
 
-def open_client(target: str, access: Access, retry: RetryPolicy = _RETRY) -> Client:
+def open_client(target: str, access: Access) -> Client:
     """Return a client of the gateway at `target`. Raises ValueError, OSError."""
-    return Client(target, retry=retry, **access.for_client())
+    return Client(target, retry=_RETRY, **access.for_client())
 
 
 def explain(error: CallError, target: str, access: Access) -> str:

@@ -6,7 +6,7 @@ Callers check the name of the role they mean to reach, not the server's address,
 
 import functools
 import ssl
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -166,7 +166,3 @@ def roles_of(auth_context: Mapping[str, list[bytes]]) -> frozenset[str]:
     """Return the roles in the caller's certificate, which the handshake has verified; empty without a certificate."""
     names = {name.decode(errors="replace") for name in auth_context.get(_SAN, ())}
     return frozenset(role for role in ROLES if f"{role}.{DOMAIN}" in names)
-
-
-ChannelSecurity = Callable[[], grpc.ChannelCredentials | None]
-"""Credentials for a channel that is opened now; None: plain text."""

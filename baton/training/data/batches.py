@@ -15,6 +15,7 @@ from baton.training.data.tokenizer import END_OF_TEXT
 # Windows start at multiples of the golden ratio, so any number of draws covers the text evenly. Independent draws would
 # not: after four epochs 2 % of the text would be unseen.
 _GOLDEN = 0.6180339887498949
+_TESTS_EVERY = 5
 
 
 def pack(tokenizer: Tokenizer, documents: Iterable[Document]) -> np.ndarray:
@@ -27,15 +28,14 @@ def pack(tokenizer: Tokenizer, documents: Iterable[Document]) -> np.ndarray:
 
 
 class Batches:
-    """Draws windows from library text, and every `tests_every`-th window from test text.
+    """Draws windows from library text, and every fifth window from test text.
 
     Raises ValueError if the library text is shorter than a window."""
 
-    def __init__(self, tokenizer: Tokenizer, corpus: Corpus, seed: int = 0, tests_every: int = 5) -> None:
+    def __init__(self, tokenizer: Tokenizer, corpus: Corpus, seed: int = 0) -> None:
         self._library = pack(tokenizer, corpus.library)
         self._tests = pack(tokenizer, corpus.tests)
         self._offset = np.random.default_rng(seed).random()
-        self._tests_every = tests_every
 
     @property
     def num_tokens(self) -> int:
@@ -54,7 +54,7 @@ class Batches:
         return token_ids[:, :-1], token_ids[:, 1:]
 
     def _window(self, number: int, length: int) -> np.ndarray:
-        from_tests = number % self._tests_every == 0 and len(self._tests) > length
+        from_tests = number % _TESTS_EVERY == 0 and len(self._tests) > length
         text = self._tests if from_tests else self._library
         if len(text) <= length:
             raise ValueError(f"the corpus has {len(text)} tokens, a window needs {length + 1}")
