@@ -7,6 +7,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from baton.engine.models.registry import read_spec
+from baton.sampling_params import SAMPLING_DEFAULTS
 from baton.service.settings import SettingsError
 from gateway.model.model_folder import Defaults, read_folder
 
@@ -238,3 +239,64 @@ def test_whatever_stands_there_is_good_or_refused_in_one_line(copied, data):
             (copied / name).unlink(missing_ok=True)
         pristine = {"max_position_embeddings": 1024, "vocab_size": 400, "eos_token_id": 0}
         (copied / "config.json").write_text(json.dumps(pristine))
+
+
+def test_defaults_are_the_folder_s(folder):
+    read = read_folder(folder)
+    assert (read.name, read.context, read.vocab_size, read.eos_ids) == ("fake", 1024, 400, {0, 4})
+    assert read.defaults == Defaults() and read.defaults.sampling["temperature"] == 0
+
+
+@pytest.mark.parametrize(
+    "generation, expected",
+    [
+        ({}, Defaults()),
+        ({"do_sample": True}, Defaults(SAMPLING_DEFAULTS | {"temperature": 1.0})),
+        (
+            {"do_sample": True, "temperature": 0.6, "top_k": 20},
+            Defaults(SAMPLING_DEFAULTS | {"temperature": 0.6, "top_k": 20}),
+        ),
+        ({"temperature": 0.6, "top_p": 0.8}, Defaults(SAMPLING_DEFAULTS | {"top_p": 0.8})),
+        (
+            {"max_new_tokens": 7, "repetition_penalty": 1.1},
+            Defaults(SAMPLING_DEFAULTS | {"repetition_penalty": 1.1}, max_tokens=7),
+        ),
+    ],
+)
+def test_defaults_are_those_of_generation_config_json(copied, generation, expected):
+    (copied / "generation_config.json").write_text(json.dumps(generation))
+    assert read_folder(copied).defaults == expected
+
+
+@pytest.mark.parametrize(
+    ("eos_token", "ends"), [("<|end|>", {0, 3, 4}), ({"content": "<|end|>"}, {0, 3, 4}), ("</s>", {0, 3})]
+)
+async def test_an_answer_ends_with_the_tokenizers_own_end_too(folder, copied, cluster, eos_token, ends):
+    """ChatML finetunes of Llama and Mistral name it in tokenizer_config.json alone."""
+    (copied / "generation_config.json").write_text(json.dumps({"eos_token_id": [0, 3]}))
+    of_tokenizer = json.loads((folder / "tokenizer_config.json").read_text()) | {"eos_token": eos_token}
+    (copied / "tokenizer_config.json").write_text(json.dumps(of_tokenizer))
+    async with cluster(model=copied) as c:
+        assert c.fleet.model.eos_ids == ends
+
+
+@pytest.mark.parametrize(
+    "name, content",
+    [*(("config.json", content) for content in (None, "{", "{}", "[]")), ("tokenizer.json", None)],
+)
+def test_a_broken_folder_is_named(copied, name, content):
+    (copied / name).unlink()
+    if content is not None:
+        (copied / name).write_text(content)
+    with pytest.raises(SettingsError, match=name) as caught:
+        read_folder(copied)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_chat_template_file_goes_first(copied):
+    (copied / "chat_template.jinja").write_text("{{ 1 }}")
+    assert read_folder(copied).chat_template == "{{ 1 }}"
+    (copied / "chat_template.jinja").unlink()
+    named = {"chat_template": [{"name": "tool_use", "template": "t"}, {"name": "default", "template": "d"}]}
+    (copied / "tokenizer_config.json").write_text(json.dumps(named))
+    assert read_folder(copied).chat_template == "d"
