@@ -221,7 +221,7 @@ def test_releases_under_one_prometheus_are_told_apart():
     ],
     ids=["check rules", "test rules", "check config"],
 )
-def test_promtool(arguments):
+def test_promtool_accepts_rules_their_tests_and_the_config(arguments):
     assert shutil.which("promtool"), "promtool is missing: Debian's package prometheus has it"
     done = subprocess.run(["promtool", *map(str, arguments)], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -257,4 +257,4 @@ def check_drawn(tmp_path, query: str, series: dict[str, str], drawn: dict[str, f
     test = {"interval": "15s", "input_series": given, "promql_expr_test": [case]}
     path = tmp_path / "test.yml"
     path.write_text(yaml.safe_dump({"rule_files": [], "tests": [test]}))
-    test_promtool(("test", "rules", path))
+    test_promtool_accepts_rules_their_tests_and_the_config(("test", "rules", path))

@@ -25,7 +25,7 @@ def first_cells(text: str) -> list[str]:
     return [cell for row in re.findall(r"^\| (.*?) \|", text, re.MULTILINE) for cell in re.findall(r"`([^`]+)`", row)]
 
 
-def test_metrics():
+def test_the_page_lists_all_metrics():
     rows = re.findall(r"^\| `(baton_\w+)` \| (\w+) \| (.*?) \| (.*?) \| (\w+) \|$", section("Metrics"), re.MULTILINE)
     told = {
         (name, kind, tuple(re.findall(r"`(\w+)`:", labels)), text, where) for name, kind, labels, text, where in rows
@@ -40,7 +40,7 @@ def test_metrics_over_otlp():
     assert set(re.findall(r"`gen_ai\.server\.([\w.]+)`", section("Metrics"))) == set(names) and len(names) == 3
 
 
-def test_attributes():
+def test_the_page_lists_all_attributes_of_spans():
     cells = first_cells(section("Traces"))
     told = [cell for cell in cells if re.match(r"(gen_ai|baton|rpc|error)\.", cell)]
     assert len(set(told)) == len(told)
@@ -54,7 +54,7 @@ def test_spans_and_events():
     assert set(events.split(", ")) == event_names()
 
 
-def test_log_fields():
+def test_the_page_lists_all_log_fields():
     text = section("The log line of a request")
     told = set(first_cells(text)) - {"tokenize_ms", "decode_ms"}
     fields = set(line(record(**ANSWERED), None))
@@ -63,12 +63,12 @@ def test_log_fields():
     assert shown == list(line(record(**ANSWERED), None))
 
 
-def test_phases():
+def test_the_page_draws_all_phases():
     drawn = re.search(r"```\n(.*?)```", section("The phases of a request"), re.DOTALL)[1]
     assert tuple(re.findall(r"\b([a-z]+(?:_[a-z]+)?) ▸", drawn)) == PHASES
 
 
-def test_alerts():
+def test_the_page_lists_all_alerts():
     rules = [rule for path in (ROOT / "deploy/prometheus/rules").glob("*.yml") for rule in rules_of(path)]
     alerts = {rule["alert"] for rule in rules if "alert" in rule}
     assert set(first_cells(section("Dashboards and alerts"))) == alerts
@@ -79,7 +79,7 @@ def rules_of(path) -> list[dict]:
 
 
 @pytest.mark.parametrize("name", ["OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_METRICS_EXPORTER"])
-def test_environment(name, monkeypatch):
+def test_the_page_names_the_variables_of_metrics(name, monkeypatch):
     """The page names the variable, and it is followed."""
     for other in [other for other in os.environ if other.startswith("OTEL_")]:
         monkeypatch.delenv(other)

@@ -6,7 +6,7 @@ from baton.engine.weights.forms import IntWeight
 from bench import compiled
 
 
-def test_products():
+def test_the_compiled_products_are_those_of_torch():
     torch.manual_seed(0)
     x = torch.randn(128).bfloat16()
     dense = torch.randn(24, 128).bfloat16()

@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parents[2]
         (5, 4, "", 1.25, None),
     ],
 )
-def test_goals(value, against, goal, ratio, met):
+def test_a_row_has_its_ratio_and_whether_it_meets_its_goal(value, against, goal, ratio, met):
     row = report.Report("python bench/x.py", True).add("row", value, "s", against=against, goal=goal)
     assert (row.ratio, row.met) == (ratio, met)
 

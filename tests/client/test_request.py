@@ -69,7 +69,7 @@ def test_options_are_where_the_contract_has_them():
     [pb.Message(role="user", content="x")],
     pb.Messages(messages=[pb.Message(role="user", content="x")]),
 ])  # fmt: skip
-def test_messages(prompt):
+def test_messages_may_be_dicts_or_protos(prompt):
     (message,) = make_request(prompt).messages.messages
     assert (message.role, message.content) == ("user", "x")
 
@@ -109,7 +109,7 @@ async def test_a_chat_is_messages():
 
 
 @pytest.mark.parametrize("target", ["", " , ", []])
-def test_no_address(target):
+def test_a_client_without_an_address_is_refused(target):
     with pytest.raises(ValueError, match="host:port"):
         Client(target)
 

@@ -169,7 +169,7 @@ def test_each_token_has_an_id_of_its_own(name):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_some_schemas(name):
+def test_some_random_schemas_are_kept_to(name):
     check_schemas(name, range(150))
 
 

@@ -49,11 +49,11 @@ def test_nobody_there_is_a_line(name):
     )
 
 
-def test_stream(gateway):
+def test_the_stream_example_counts_its_tokens(gateway):
     assert "48 tokens, the first after" in run("stream.py", gateway)
 
 
-def test_chat(gateway):
+def test_the_chat_example_answers(gateway):
     assert run("chat.py", gateway).strip()
 
 
@@ -61,7 +61,7 @@ def test_many_at_once(gateway):
     assert run("many_at_once.py", gateway).count("def function_") >= 16
 
 
-def test_trace(gateway, receiver):
+def test_the_trace_example_sends_its_trace_id(gateway, receiver):
     trace_id = secrets.token_hex(16)
     out = run("trace.py", gateway, trace_id)
     assert trace_id in out and "ttft_s" in out
@@ -113,7 +113,7 @@ def test_many_models(run_stack):
     assert "code (llama): def read_lines(path):" in out and "experts (qwen3_moe): def read_lines(path):" in out
 
 
-def test_adapters(run_stack):
+def test_the_adapter_example_writes_tabs(run_stack):
     """The shipped one writes what the base does, by tabs."""
     demo = EXAMPLES.parent / "demo"
     assert sum(path.stat().st_size for name in ("mixture", "adapter") for path in (demo / name).iterdir()) < 5e6

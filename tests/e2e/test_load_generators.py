@@ -30,7 +30,7 @@ def call(folder: Path, *argv: object) -> None:
 
 
 @pytest.mark.parametrize("endpoint", ["completions", "chat"])
-def test_aiperf(url, tmp_path, endpoint):
+def test_aiperf_measures_a_stack(url, tmp_path, endpoint):
     call(
         tmp_path, TOOLS / "aiperf", "profile", "--model", MODEL.name, "--url", url, "--endpoint-type", endpoint, "--streaming",
         "--tokenizer", MODEL, "--request-count", NUM_REQUESTS, "--concurrency", 2, "--ui", "none", "--artifact-dir", tmp_path,
@@ -41,7 +41,7 @@ def test_aiperf(url, tmp_path, endpoint):
     assert found["output_sequence_length"]["avg"] > 1 and found["time_to_first_token"]["avg"] > 0
 
 
-def test_guidellm(url, tmp_path):
+def test_guidellm_measures_a_stack(url, tmp_path):
     call(
         tmp_path, TOOLS / "guidellm", "run", "--backend", f"kind=openai_http,target={url},model={MODEL.name}",
         "--profile", "kind=concurrent,streams=2", "--constraint", f"kind=max_requests,count={NUM_REQUESTS}",

@@ -216,7 +216,7 @@ def test_drafts_are_cut_by_the_grammar(folders, monkeypatch):
     assert max(seen) > 1
 
 
-def test_preempted(folders):
+def test_preempted_answers_keep_to_their_constraints(folders):
     target, draft = folders
     long = (
         Constraint("regex", "[a-f]{100,}"),
@@ -248,7 +248,7 @@ def test_split_equals_whole(folders, name):
 
 
 @pytest.mark.parametrize("name", ["off", "draft"])
-def test_migrated(folders, name):
+def test_a_constrained_answer_continues_on_another_engine(folders, name):
     """In the middle of a word of JSON: the place is found from the tokens."""
     target, draft = folders
     requests = [request for request in constrained(32, seed=5) if request.sampling.n == 1]

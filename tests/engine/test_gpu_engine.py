@@ -86,7 +86,7 @@ def test_speculation_changes_nothing(tmp_path, num_draft_tokens):
 
 
 @pytest.mark.parametrize("quantization", ["int8", "int8-weight-only", "fp8", "int4-g32"])
-def test_quantized(tmp_path, quantization):
+def test_a_quantized_model_answers_alike_with_and_without_graphs(tmp_path, quantization):
     make_folder(tmp_path, "llama3", torch.bfloat16, hidden_size=64, intermediate_size=128, head_dim=64)
     engine = load(tmp_path, "cuda", quantization=quantization)
     prompts = [random_ids(30, seed) for seed in range(4)]

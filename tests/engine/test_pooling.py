@@ -40,7 +40,7 @@ def close(values, rows: torch.Tensor) -> bool:
 
 
 @pytest.mark.parametrize("family", ["llama3", "qwen3", "gemma2", "mixtral"])
-def test_as_transformers(family, tmp_path):
+def test_pooled_rows_are_those_of_transformers(family, tmp_path):
     make_folder(tmp_path, family)
     theirs = AutoModel.from_pretrained(tmp_path, dtype=torch.float32).eval()
     engine = load(tmp_path, max_num_batched_tokens=512)

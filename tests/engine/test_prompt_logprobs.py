@@ -33,7 +33,7 @@ def whole(folder):
     return read(load(folder, max_num_batched_tokens=512), asked("whole"))
 
 
-def test_as_transformers(folder, whole):
+def test_logprobs_of_a_prompt_are_those_of_transformers(folder, whole):
     model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     with torch.inference_mode():
         theirs = model(torch.tensor([PROMPT])).logits[0].log_softmax(dim=1)

@@ -41,7 +41,7 @@ def test_only_paged_groups_of_one_block_size_move(bad):
         check_movable(KVLayout((KVGroup("paged", 1, 1, 8, "bf16", 16), bad)))
 
 
-def test_pieces():
+def test_a_range_is_cut_into_pieces_of_whole_blocks():
     assert pieces_of(Range(0, 300, 0, 3), 64) == [Piece(0, 4, 0, 64), Piece(4, 5, 0, 44)]
     assert pieces_of(Range(64, 300, 0, 3), 128) == [Piece(0, 1, 64, 128), Piece(1, 2, 0, 128), Piece(2, 3, 0, 44)]
     assert pieces_of(Range(64, 128, 0, 3), 256) == [Piece(0, 1, 64, 128)]

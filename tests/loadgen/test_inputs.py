@@ -39,7 +39,7 @@ def write(folder, name: str, text: str):
 
 
 @pytest.mark.parametrize("name", ["t.jsonl", "t.jsonl.gz"])
-def test_mooncake(tmp_path, name):
+def test_a_mooncake_trace_is_read_in_order(tmp_path, name):
     later = MOONCAKE.replace("500", "2500")
     assert read_trace(write(tmp_path, name, later + "\n" + MOONCAKE)) == [
         TraceEntry(0.0, 1000, 5, (3, 9)),
@@ -48,7 +48,7 @@ def test_mooncake(tmp_path, name):
 
 
 @pytest.mark.parametrize("name", ["t.csv", "t.csv.gz"])
-def test_azure(tmp_path, name):
+def test_an_azure_trace_is_read(tmp_path, name):
     first, second = read_trace(write(tmp_path, name, AZURE))
     assert (first.at_s, first.num_prompt, first.num_output, first.hash_ids) == (0.0, 4808, 10, ())
     assert second.at_s == pytest.approx(0.052) and second.num_prompt == 3180
@@ -105,7 +105,7 @@ def test_a_trace_that_is_not_there(tmp_path):
         read_trace(tmp_path / "missing.csv")
 
 
-def test_objectives():
+def test_objectives_are_parsed_and_compared():
     assert parse_slo("ttft=300ms,tpot=0.05s") == Slo(0.3, 0.05)
     assert str(parse_slo("ttft=300ms, e2e=2s")) == "ttft=300ms,e2e=2000ms"
     assert Slo(0.3, 0.05).met(0.3, None, 9) and not Slo(0.3, 0.05).met(0.2, 0.06, 9)

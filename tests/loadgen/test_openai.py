@@ -73,7 +73,7 @@ def bench(*arguments: str) -> int:
 
 
 @pytest.mark.parametrize("num_processes", ["1", "2"])
-def test_the_command(tmp_path, capsys, num_processes):
+def test_bench_measures_a_server_of_openais_api(tmp_path, capsys, num_processes):
     out, stub = tmp_path / "run", OpenAIStub(step_s=0.002, refuses=("ignore_eos",))
     (tmp_path / "key").write_text("sk-1\n")
     with serving_openai(stub) as url:

@@ -105,7 +105,7 @@ def test_the_sentence_names_the_client():
     assert name_bottleneck([], 0.1, 0.0).name == "nothing"
 
 
-def test_percentiles():
+def test_percentiles_are_interpolated():
     values = [5.0, 1.0, 3.0, 2.0, 4.0]
     assert percentile(values, 50) == 3 and percentile(values, 100) == 5 and percentile(values, 75) == 4
     assert math.isnan(percentile([], 50))

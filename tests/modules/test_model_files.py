@@ -58,7 +58,7 @@ def replace(path, way: str) -> str:
         ("model.safetensors", weights),
     ],
 )
-def test_the_engine(folder, name, read, way):
+def test_the_engine_names_a_model_file_that_is_not_itself(folder, name, read, way):
     if name in ("quantize_config.json", "model.safetensors"):
         (folder / "model.safetensors.index.json").unlink()
     if name == "model.safetensors":
@@ -69,7 +69,7 @@ def test_the_engine(folder, name, read, way):
     assert str(caught.value).startswith(told)
 
 
-def test_the_worker(folder):
+def test_the_worker_names_a_tokenizer_that_is_a_dangling_link(folder):
     """It reads no word of the tokenizer: a pointer in its place has another digest, and the gateway says what it is."""
     digest = tokenizer_digest(folder)
     replace(folder / "tokenizer.json", "pointer")
@@ -84,7 +84,7 @@ def test_the_worker(folder):
 @pytest.mark.parametrize(
     "name", ["config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"]
 )
-def test_the_gateway(folder, name, way):
+def test_the_gateway_names_a_model_file_that_is_not_itself(folder, name, way):
     """A chat template that is not there is not the same as none, nor is what ends an answer."""
     told = replace(folder / name, way)
     with pytest.raises(SettingsError) as caught:
@@ -104,7 +104,7 @@ def test_a_gguf_file(folder, way):
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", ["adapter_config.json", "adapter_model.safetensors"])
-def test_an_adapter(folder, name, way):
+def test_the_files_of_an_adapter_are_named_too(folder, name, way):
     told = replace(folder.parent / "adapter" / name, way)
     with pytest.raises(ModelError) as caught:
         LoraFolder(folder.parent / "adapter")

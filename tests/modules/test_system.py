@@ -51,7 +51,7 @@ def test_closed_regions_leave_no_descriptor():
     assert len(os.listdir("/dev/fd")) == before
 
 
-def test_no_room():
+def test_a_region_without_room_leaves_no_descriptor():
     before = len(os.listdir("/dev/fd"))
     with pytest.raises(OSError, match=r"^no room for KV of 1099511627776.0 MiB in memory: "):
         Region.create(1 << 60)

@@ -160,7 +160,7 @@ def test_wrong_outlier_columns_are_refused(made, tmp_path, columns):
 @pytest.mark.parametrize(
     ("scheme", "plain", "group"), [("smoothquant-w8a8", "int8", None), ("int4-awq", "int4-rtn", 32)]
 )
-def test_other_families(tmp_path, family, scheme, plain, group):
+def test_calibrated_schemes_serve_other_families(tmp_path, family, scheme, plain, group):
     """Biases, q and k norms and tied heads survive the folding."""
     model = make_family(tmp_path / "float", family, torch.bfloat16)
     errors, exact = {}, logits(model)
@@ -185,7 +185,7 @@ def test_a_head_of_its_own_beside_tied_embeddings_is_kept(tmp_path):
     load_model(EngineConfig(tmp_path / "out"))
 
 
-def test_shards(model, tmp_path, monkeypatch):
+def test_several_shards_have_the_logits_of_one(model, tmp_path, monkeypatch):
     monkeypatch.setattr(folders, "SHARD_BYTES", 100_000)
     quantize(plan(model, "int8"), tmp_path / "out")
     index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())

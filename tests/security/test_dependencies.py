@@ -38,7 +38,7 @@ def normal(name: str) -> str:
 
 
 @pytest.mark.parametrize("requirement", DECLARED + OPTIONAL, ids=str)
-def test_bounds(requirement):
+def test_each_dependency_is_bounded_below_and_above(requirement):
     """A new major version is allowed by a commit, not by its release."""
     assert requirement.url is None
     operators = {each.operator for each in requirement.specifier}

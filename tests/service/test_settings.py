@@ -36,7 +36,7 @@ def write(folder, text) -> Path:
     return path
 
 
-def test_precedence(tmp_path):
+def test_flags_win_over_environment_over_file_over_defaults(tmp_path):
     file = write(tmp_path, 'model = "m"\nblock_size = 1\nnum_blocks = 1\nshare = 1\nstrict = false\n')
     env = {"BATON_BLOCK_SIZE": "2", "BATON_NUM_BLOCKS": "2", "BATON_SHARE": "0.25"}
     settings = load(["--block-size", "3"], env, file, {"listen": "role:1", "num_blocks": 9})

@@ -160,7 +160,7 @@ def test_a_trace_of_every_ending(workers):
     assert statuses == {ending: ending for ending in statuses}
 
 
-def test_drain(fork_server, model, tmp_path):
+def test_a_worker_drains_on_sigterm(fork_server, model, tmp_path):
     """SIGTERM in mid-stream: new requests are refused, the running one ends well, then the process goes."""
     processes = start(fork_server, model, tmp_path)
     processes[1].arm(SLOW_STEPS)

@@ -407,7 +407,7 @@ def test_a_stalled_loop_is_not_serving(model):
 # ---- sessions ----
 
 
-def test_hello(model):
+def test_a_hello_says_what_the_worker_is(model):
     async def main():
         async with run_worker(model, "decode") as worker:
             session = await Session(f"127.0.0.1:{worker.port}").open()

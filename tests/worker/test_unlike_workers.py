@@ -78,7 +78,7 @@ def test_strict_numerics(model, strict):
     run(main)
 
 
-def test_sha256(model):
+def test_digests_of_sha256_move_the_same_kv(model):
     async def main():
         async with run_pair(model, decode={"kv_digest": "sha256"}) as (pair, _, _):
             return (await pair.generate("one", make_spec(prompt(200), max_tokens=6))).token_ids

@@ -28,7 +28,7 @@ def test_one_of_several_models(gateway):
     assert gateway.requests[-1].model == "code"
 
 
-def test_json(gateway):
+def test_json_has_tokens_usage_and_timing_and_the_flags_reach_the_request(gateway):
     argv = ["a prompt", "--target", gateway.target, "--json"]
     done = run(*argv, "--max-tokens", "9", "--temperature", "0", "--seed", "18446744073709551615")
     answer = json.loads(done.stdout)
@@ -40,7 +40,7 @@ def test_json(gateway):
     assert request.sampling.HasField("temperature") and request.sampling.temperature == 0
 
 
-def test_choices(gateway):
+def test_several_answers_are_printed_whole(gateway):
     done = run("x", "--target", gateway.target, "-n", "2")
     assert done.stdout == "--- 1 of 2\nGröße\n--- 2 of 2\nGröße\n"
     done = run("x", "--target", gateway.target, "-n", "2", "--logprobs", "0", "--json")
@@ -66,7 +66,7 @@ def test_the_prompt_on_stdin(gateway, argv):
     assert done.stdout == "Größe\n" and gateway.requests[-1].text == "two\nlines"
 
 
-def test_no_prompt(gateway):
+def test_without_a_prompt_the_use_is_wrong(gateway):
     done = run("--target", gateway.target)
     assert done.returncode == 2 and "PROMPT" in done.stderr
 
@@ -81,7 +81,7 @@ def test_the_second_address_answers(gateway):
     assert done.stdout == "Größe\n"
 
 
-def test_refused(gateway):
+def test_a_refused_request_is_one_line_with_status_and_field(gateway):
     done = run("x", "--target", gateway.target, "--max-tokens", "0")
     assert done.returncode == 1 and not done.stdout
     assert done.stderr.count("\n") == 1 and "INVALID_ARGUMENT" in done.stderr and "stopping.max_tokens" in done.stderr

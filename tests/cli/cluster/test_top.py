@@ -26,7 +26,7 @@ def view(**fields) -> pb.RequestView:
     return pb.RequestView(timing=inference_pb2.Timing(ttft_s=0.25, tpot_s=0.02), **fields)
 
 
-def test_a_frame(workers, monkeypatch):
+def test_a_frame_shows_workers_and_requests_cut_to_the_terminal(workers, monkeypatch):
     monkeypatch.setenv("COLUMNS", "160")
     requests = pb.ListRequestsResponse(
         running=[view(request_id="slowest", phase="decode", age_s=7.5, prompt_tokens=80, output_tokens=4)],

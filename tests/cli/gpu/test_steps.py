@@ -275,7 +275,7 @@ class Stepping:
 @pytest.mark.parametrize(
     "num_graphs, eager, wrong", [(9, 0, []), (0, 0, ["capture"]), (9, 1, ["tokens, greedy", "tokens, top_p"])]
 )
-def test_graphs(monkeypatch, num_graphs, eager, wrong):
+def test_the_graphs_step_fails_without_graphs_and_for_other_tokens(monkeypatch, num_graphs, eager, wrong):
     monkeypatch.setattr(graphs, "RandomEngine", lambda *_, **__: Stepping(num_graphs, eager))
     table = Table()
     graphs.check(table, None, CPU)
@@ -417,7 +417,7 @@ def on_two_gpus(monkeypatch, tmp_path, two=TWO, alone=ALONE, answers=("text", "t
     return table
 
 
-def test_two_ranks(monkeypatch, tmp_path):
+def test_the_step_of_two_ranks_reports_sums_tokens_and_handoff(monkeypatch, tmp_path):
     table = on_two_gpus(monkeypatch, tmp_path)
     assert not table.wrong and len(table) == 5
     assert table["a sum"][1] == "of one row takes 12 us, of a step 80.0 GB/s, a copy 900.0"

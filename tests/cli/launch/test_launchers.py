@@ -100,7 +100,7 @@ def test_a_port_of_ipv6_is_held():
     ports.release_all()
 
 
-async def test_local(folder):
+async def test_the_local_launcher_is_a_launcher(folder):
     async with local(folder) as launcher:
         await check_launcher(launcher)
 

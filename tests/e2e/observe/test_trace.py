@@ -65,7 +65,7 @@ def traced(receiver):
     return Traced(receiver)
 
 
-def test_finished(stack, client, traced, prompts):
+def test_a_finished_request_has_one_tree_of_spans_over_all_processes(stack, client, traced, prompts):
     reply = client.generate(prompts(200), metadata=traced.metadata, temperature=0.0, max_tokens=8, ignore_eos=True)
     spans = traced.whole(*PARENTS)
     root, timing = spans["root"], reply.timing
@@ -101,7 +101,7 @@ def test_finished(stack, client, traced, prompts):
     assert root.attributes["gen_ai.usage.output_tokens"] == 8
 
 
-def test_chat(stack, client, traced):
+def test_the_root_of_a_chat_is_named_chat(stack, client, traced):
     client.generate([("user", "hello")], metadata=traced.metadata, temperature=0.0, max_tokens=2, ignore_eos=True)
     assert traced.whole()["root"].name == f"chat {stack.model.name}"
 
@@ -153,7 +153,7 @@ def test_cancelled_early(client, receiver, prompts, slow):
     assert {each.whole()["root"].status for each in begun} == {"cancelled"}
 
 
-def test_invalid(client, traced):
+def test_an_invalid_request_has_a_root_and_no_more(client, traced):
     with pytest.raises(grpc.RpcError):
         client.generate([5, 6], metadata=traced.metadata, top_p=7.0)
     spans = traced.whole()
@@ -161,7 +161,7 @@ def test_invalid(client, traced):
     assert len(traced.receiver.trace(traced.trace_id)) == 1, "a refused request was continued"
 
 
-def test_preempted(run_stack, receiver, prompts):
+def test_a_preempted_request_has_an_event_with_its_time(run_stack, receiver, prompts):
     """A pool that holds the prompts and not two whole answers: a parked sequence has an event with its time."""
     env = {"OTEL_EXPORTER_OTLP_ENDPOINT": receiver.endpoint}
     with run_stack("tight", num_prefill=0, env=env, options=("--num-blocks", "24", "--threads", "1")) as stack:
@@ -180,7 +180,7 @@ def test_preempted(run_stack, receiver, prompts):
         assert len(parked) == min(16, span.attributes["baton.num_preemptions"])
 
 
-def test_migrated(run_stack, receiver, prompts):
+def test_a_request_that_moves_has_one_tree_with_an_event(run_stack, receiver, prompts):
     """The decode worker dies and another one continues: one tree, and the event of that."""
     env = {"OTEL_EXPORTER_OTLP_ENDPOINT": receiver.endpoint}
     with run_stack("moved", num_prefill=0, num_decode=2, env=env) as stack:
@@ -211,7 +211,7 @@ def _num_running(process) -> float:
     return float(re.search(r"^baton_sequences_running\{.*\} (\S+)", text, re.MULTILINE)[1])
 
 
-def test_deadline(client, traced, prompts, slow):
+def test_a_request_past_its_deadline_has_a_trace(client, traced, prompts, slow):
     with pytest.raises(grpc.RpcError):
         client.generate(prompts(20), metadata=traced.metadata, timeout=1, **{**LONG, "n": 4})
     assert traced.whole()["root"].status in ("error", "cancelled")
@@ -235,7 +235,7 @@ def small_client(small_stack):
     client.close()
 
 
-def test_refused(small_stack, small_client, receiver, prompts):
+def test_a_refused_request_has_a_trace_that_ends_at_admission(small_stack, small_client, receiver, prompts):
     """More than fits and may wait: RESOURCE_EXHAUSTED with a delay, and a trace that ends at the door."""
     many, fields = [Traced(receiver) for _ in range(12)], {**LONG, "max_tokens": 150}
     with small_stack.armed(SLOW_STEPS):
@@ -260,7 +260,7 @@ def test_refused(small_stack, small_client, receiver, prompts):
         assert "admit" not in spans or spans["admit"].is_error
 
 
-def test_failed(small_stack, small_client, traced, prompts):
+def test_a_request_that_fails_in_mid_stream_has_a_trace(small_stack, small_client, traced, prompts):
     """The decode worker is killed in mid-stream (last: this stack is of no use afterwards)."""
     with small_stack.armed(SLOW_STEPS):
         call = small_client.stream(prompts(100), metadata=traced.metadata, **{**LONG, "max_tokens": 400})

@@ -17,7 +17,7 @@ from tests.support.process import NODE_CLIENTS, ROOT, node
 CANCELLED, INVALID_ARGUMENT = 1, 3
 
 
-def test_node(stack, client, slow):
+def test_a_node_client_gets_the_same_tokens(stack, client, slow):
     argv = [node(), "client.js", stack.target]
     ran = subprocess.run(argv, cwd=NODE_CLIENTS, capture_output=True, text=True, timeout=120)
     assert ran.returncode == 0, ran.stderr
@@ -75,7 +75,7 @@ def test_reflection_lists_the_services(client):
 
 
 @pytest.mark.parametrize("service", ["", "baton.v1.Inference"])
-def test_health(client, service):
+def test_health_is_served_to_checks_and_watches(client, service):
     stub = health_pb2_grpc.HealthStub(client.channel)
     request = health_pb2.HealthCheckRequest(service=service)
     assert stub.Check(request, timeout=10).status == health_pb2.HealthCheckResponse.SERVING

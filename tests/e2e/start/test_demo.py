@@ -16,7 +16,7 @@ PROMPT = 'def parse_version(text):\n    """Split a version like 1.2.3 into a tup
 MAX_TOKENS = 24
 
 
-def test_demo():
+def test_the_demo_streams_the_engines_answer_and_its_phases_add_up():
     argv = [sys.executable, "-m", "baton.cli.cluster.demo", "--prompt", PROMPT, "--max-tokens", str(MAX_TOKENS)]
     ran = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert ran.returncode == 0, ran.stderr

@@ -156,7 +156,7 @@ def test_no_transport_in_common(loose):
     assert "give both workers a transport in common (--transports)" in fault(output)
 
 
-def test_another_model(loose):
+def test_doctor_names_a_worker_with_another_model(loose):
     status, output = doctor("--prefill-workers", loose["shm"], "--decode-workers", loose["other"])
     assert status == 1
     assert "serves another model (config or weights) than" in output

@@ -48,7 +48,7 @@ def walk(lines: list[str], folder: Path, then: str = "") -> str:
     return done.stdout
 
 
-def test_the_readme(tmp_path):
+def test_the_commands_of_the_readme_work(tmp_path):
     lines = commands("README.md", ". .venv/bin/activate")
     assert len(lines) == 3
     told = walk(lines, tmp_path)

@@ -288,7 +288,7 @@ def test_tensors_that_are_refused(folders, adapter, make, words):
     assert words in refusal(folders, adapter)
 
 
-def test_another_base(tmp_path, folders):
+def test_an_adapter_of_another_base_is_refused(tmp_path, folders):
     other = make_folder(tmp_path / "wide", "llama3", hidden_size=96)
     make_adapter(tmp_path / "wide-adapter", other, ATTENTION)
     assert "has shape [8, 96], this base and rank 8 ask for [8, 64]" in refusal(folders, tmp_path / "wide-adapter")

@@ -71,7 +71,7 @@ def test_the_bits_of_one_process(folder, options):
 @pytest.mark.long
 @pytest.mark.parametrize("name", ["phi3", "command-r", "starcoder2", "qwen3-moe"])
 @pytest.mark.parametrize("options", [RANKS, STAGES], ids=str)
-def test_families(tmp_path, name, options):
+def test_each_family_with_adapters_answers_alike_on_ranks(tmp_path, name, options):
     alone, engine = load(make(tmp_path, name)), load(tmp_path, **options)
     try:
         assert answers(engine) == answers(alone)

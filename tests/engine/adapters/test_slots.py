@@ -205,7 +205,7 @@ def test_two_names_of_one_and_one_name_of_two():
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_random_operations(seed):
+def test_random_operations_never_exceed_or_confuse_the_slots(seed):
     """Never more than there are slots, never one away that is in use, never another's."""
     rng = random.Random(seed)
     shelf = Shelf(3)

@@ -66,7 +66,7 @@ def test_a_given_scale_and_soft_cap(name, compute, form):
 
 @pytest.mark.parametrize("name", CPU_BACKENDS)
 @pytest.mark.parametrize("compute, form", [("fp32", "fp32"), ("bf16", "bf16"), ("bf16", "int4")])
-def test_latent_rows(name, compute, form):
+def test_latent_rows_are_keys_and_values_of_all_heads(name, compute, form):
     """One row a token is key and value of all heads."""
     dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[compute]
     backend = made(name, AttentionShape(16, 1, 80, (None, None), dtype, given_scale=0.1))
@@ -92,7 +92,7 @@ def test_sinks_are_near_exact_attention(name, compute, form):
 
 @pytest.mark.parametrize("name", CPU_BACKENDS)
 @pytest.mark.parametrize("compute, form", [("fp32", "fp32"), ("bf16", "bf16"), ("bf16", "int8")])
-def test_chunks(name, compute, form):
+def test_tokens_attend_to_their_own_chunk_alone(name, compute, form):
     """Tokens see their own chunk alone, across spans and behind them; a row's bits stay its own."""
     dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[compute]
     backend = made(name, AttentionShape(6, 2, 32, (WINDOW, 130), dtype, chunked=True))

@@ -72,7 +72,7 @@ def test_a_given_scale_and_soft_cap(name, device):
 
 @pytest.mark.parametrize("name", TRITON)
 @pytest.mark.parametrize("head_dim, form", [(80, "fp32"), (576, "bf16"), (576, "int8")])
-def test_latent_rows(name, head_dim, form, device):
+def test_latent_rows_are_keys_and_values_of_all_heads(name, head_dim, form, device):
     """One row a token is key and value of all heads; DeepSeek's has 576 elements. Decode and a chunk."""
     dtype = torch.float32 if form == "fp32" else torch.bfloat16
     shape = AttentionShape(16, 1, head_dim, (None,), dtype, device, form, given_scale=0.05)
@@ -104,7 +104,7 @@ def test_integers_in_every_head_dimension(heads, form, device):
 
 @pytest.mark.parametrize("name", TRITON)
 @pytest.mark.parametrize("form", ["fp16", "int4"])
-def test_fp16(name, form, device):
+def test_fp16_is_close_to_fp64(name, form, device):
     backend = made(name, (2, 2, 64), device, torch.float16, (None,), form)
     assert_close_to_exact(backend, *one_step(backend.shape, [(1, 90), (40, 90)], form=form), atol=4e-3)
 

@@ -49,7 +49,7 @@ def test_no_gpu_here(tmp_path):
         Engine.load(EngineConfig(tmp_path, gpu_memory_utilization=0.5))
 
 
-def test_options():
+def test_options_that_the_device_cannot_have_are_refused():
     for options, words in (
         (dict(device="tpu"), "device 'tpu': one of auto, cpu, cuda"),
         (dict(gpu_memory_utilization=1.5), "at most 1"),

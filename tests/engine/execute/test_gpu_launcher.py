@@ -363,7 +363,7 @@ def test_where_there_are_none_it_is_one_line(monkeypatch):
         (dict(sm_share=0.5, device="cpu"), "sm_share has no effect on a CPU"),
     ],
 )
-def test_options(options, words):
+def test_the_share_of_multiprocessors_is_checked(options, words):
     with pytest.raises(ValueError, match=words):
         EngineConfig("m", **options)
 

@@ -150,7 +150,7 @@ def test_a_mixed_step_is_sent_as_it_is():
     assert [seq.block_ids.tolist() for seq in sent.seqs] == [[3, 4], [7, 0]]
 
 
-def test_ladder():
+def test_the_ladder_of_batch_sizes_has_small_steps():
     assert ladder(1) == [1] and ladder(3) == [1, 2, 3] and ladder(16) == [1, 2, 4, 8, 16]
     sizes = ladder(256)
     assert sizes[0] == 1 and sizes[-1] == 256 and sizes == sorted(set(sizes))

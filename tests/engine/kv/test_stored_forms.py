@@ -188,7 +188,7 @@ def test_decoded_kv_equals_recomputed_kv(folder, kernels, form, dtype):
         *(pytest.param("torch", form, marks=pytest.mark.long) for form in ("int8", "fp8")),  # 3 s each
     ],
 )
-def test_engine(folder, kernels, form):
+def test_an_engine_answers_alike_with_a_small_pool_and_shared_prefixes(folder, kernels, form):
     """A small pool, so that sequences are preempted and come back: the answers of each prompt alone, prefixes
     shared."""
     needs(kernels)

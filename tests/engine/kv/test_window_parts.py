@@ -107,7 +107,7 @@ class Lives:
 
 @pytest.mark.parametrize("num_blocks", [12, 17, 24])
 @pytest.mark.parametrize("seed", range(4))
-def test_random_lives(seed, num_blocks):
+def test_random_lives_keep_what_is_seen_within_the_memory(seed, num_blocks):
     """What is seen is there, and all that is there fits the memory of whole blocks."""
     lives, most = Lives(num_blocks, random.Random(seed)), 0
     for _ in range(400):

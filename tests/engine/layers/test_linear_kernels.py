@@ -154,7 +154,7 @@ def test_bytes_are_the_stored_ones():
 @pytest.mark.parametrize(
     "kernel", [pytest.param(PackedLinear, marks=native), pytest.param(QuantizedLinear, marks=fbgemm)]
 )
-def test_no_rows(kernel):
+def test_a_kernel_takes_no_rows(kernel):
     kernel = kernel(int_weight((64, 64), 8, activations="dynamic"), None, BF16)
     assert kernel(torch.empty(0, 64, dtype=BF16)).shape == (0, 64)
 

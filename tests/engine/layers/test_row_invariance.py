@@ -66,7 +66,7 @@ SHAPES = [(48, 37), (64, 192), (100, 36), (256, 1536), (320, 4096), (864, 320), 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("kernel", EXACT_LINEAR, ids=lambda kernel: kernel.name)
-def test_linear(kernel, shape, form, threads):
+def test_rows_of_a_linear_have_the_same_bits_in_any_batch(kernel, shape, form, threads):
     torch.manual_seed(0)
     in_features, out_features = shape
     weight, bias, x = torch.randn(out_features, in_features), torch.randn(out_features), torch.randn(512, in_features)
@@ -108,13 +108,13 @@ def test_long_sums_in_chunks(shape, form, threads):
 
 
 @pytest.mark.parametrize("size", [48, 320, 2048])
-def test_rms_norm(size, form, threads):
+def test_rows_of_a_norm_have_the_same_bits_in_any_batch(size, form, threads):
     torch.manual_seed(0)
     assert_rows_equal(RMSNorm(torch.rand(size).to(DTYPES[form]), 1e-6), torch.randn(512, size).to(DTYPES[form]))
 
 
 @pytest.mark.parametrize("size", [VECTOR_STRIDE, 5 * VECTOR_STRIDE, 24 * VECTOR_STRIDE])
-def test_swiglu(size, form, threads):
+def test_rows_of_swiglu_have_the_same_bits_in_any_batch(size, form, threads):
     torch.manual_seed(0)
     assert_rows_equal(lambda x: gated(x, "silu"), torch.randn(512, 2 * size).to(DTYPES[form]) * 3)
 
@@ -148,7 +148,7 @@ def attend(backend, pool: KVPool, seqs: list[SeqSlice], q: torch.Tensor) -> torc
 
 
 @pytest.mark.parametrize(("name", "heads", "window"), ATTENTION_CASES)
-def test_attention(name, heads, window, form, threads):
+def test_rows_of_attention_have_the_same_bits_in_any_batch(name, heads, window, form, threads):
     check_attention(name, heads, window, form, form)
 
 
@@ -198,7 +198,7 @@ def check_attention(name: str, heads: str, window: int | None, form: str, stored
         *(pytest.param(name, "sdpa", marks=pytest.mark.long) for name in ("mistral", "qwen2")),
     ],
 )
-def test_model(tmp_path, name, attention, form, threads):
+def test_logits_have_the_same_bits_however_a_sequence_is_computed(tmp_path, name, attention, form, threads):
     """Logits of one sequence: whole, in chunks, token by token, and beside others. KV decoded equals KV recomputed."""
     make_folder(tmp_path, name, dtype=DTYPES[form])
     model = load_model(EngineConfig(tmp_path, attention=attention))

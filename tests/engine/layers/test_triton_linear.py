@@ -235,7 +235,7 @@ def tinygemm_of_the_cpu(monkeypatch):
 
 
 @pytest.mark.parametrize("group, asym, order", [(32, False, False), (64, True, False), (128, True, True)])
-def test_tinygemm(group, asym, order, tinygemm_of_the_cpu):
+def test_tinygemm_is_exact_but_for_rounded_scales(group, asym, order, tinygemm_of_the_cpu):
     """Scales are rounded to bf16: 2^-9 of each weight."""
     weight, bias = int_weight((64, 256), 4, group, asym, order), torch.randn(64).to(BF16)
     kernel, x = GpuLinear(on_device(weight), bias.to(DEVICE), BF16, False), torch.randn(5, 256).to(BF16)

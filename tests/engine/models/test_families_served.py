@@ -95,7 +95,7 @@ def test_decode_after_handoff_equals_whole(folder, alone):
         check_handed_over(firsts, rest, request, alone[request.key])
 
 
-def test_migrated(folder, alone):
+def test_another_engine_continues_an_answer(folder, alone):
     """Another engine goes on behind the tokens that have been given out, in another batch."""
     requests, engine = mix(), load(folder)
     moved = []
@@ -112,7 +112,7 @@ def test_migrated(folder, alone):
         assert record.logprobs[0] == expected.logprobs[0][GIVEN:], f"{request.key}: logprobs differ in their bits"
 
 
-def test_speculated(folder, alone):
+def test_speculation_does_not_change_answers(folder, alone):
     requests = again(mix(), 3)
     engine = load(folder, speculator="ngram", num_draft_tokens=4)
     check(run(engine, requests), requests, alone)

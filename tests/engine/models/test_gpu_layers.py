@@ -26,7 +26,7 @@ TOLERANCE = {torch.float32: 1e-6, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("size", [48, 1000])
-def test_rows(size, dtype):
+def test_norm_and_swiglu_of_rows_are_those_of_torch(size, dtype):
     from baton.engine.kernels.rows import add_norm, swiglu
 
     torch.manual_seed(size)

@@ -65,7 +65,7 @@ def test_decode_after_handoff_equals_whole(roles, whole, source, taker):
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_whole(roles, whole, shape):
+def test_a_worker_of_any_shape_answers_alike(roles, whole, shape):
     """Speculated."""
     engine, asked = roles[1][shape], request(f"whole of {shape}", named=False)
     found = run(engine, [asked])[asked.key]
@@ -74,7 +74,7 @@ def test_whole(roles, whole, shape):
 
 
 @pytest.mark.parametrize("other", SHAPES)
-def test_migrated(roles, whole, other):
+def test_an_answer_continues_on_a_worker_of_another_shape(roles, whole, other):
     """From a worker of any shape, whose tokens all are those of `whole`, on to this one."""
     tokens = whole.tokens[0]
     moved = request(f"moved to {other}", 1, [*PROMPT, *tokens[:MOVED_AT]], named=False)

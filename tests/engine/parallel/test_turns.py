@@ -104,7 +104,7 @@ def of_tenants(chance: random.Random, index: int):
     ids=str,
 )
 @pytest.mark.parametrize("made", [request_of, of_tenants])
-def test_random_lives(seed, num_stages, options, made, monkeypatch):
+def test_random_lives_in_stages_answer_as_alone(seed, num_stages, options, made, monkeypatch):
     """Submitted, cancelled, parked and resumed, preempted, stopped, found again in the cache; also of two tenants in
     the end. Turns of one sequence, as few live at a time."""
     monkeypatch.setattr(steps, "MIN_SEQS", 1)

@@ -245,5 +245,5 @@ def test_logprobs_are_of_the_raw_logits():
     assert third.logprobs.top == () and third.logprobs.chosen[0] == third.token_id
 
 
-def test_no_rows():
+def test_a_sampler_takes_no_rows():
     assert Sampler().sample(torch.empty(0, VOCAB), []) == []

@@ -31,7 +31,7 @@ def request_of(chance: random.Random, index: int):
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_random_lives(seed):
+def test_random_lives_with_states_answer_as_alone(seed):
     """Submitted, cancelled, parked and resumed, preempted, found again in the cache."""
     engine = toy_engine(**OPTIONS)
     for request, record in random_lives(engine, random.Random(seed), 60, request_of):

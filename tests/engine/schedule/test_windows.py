@@ -53,7 +53,7 @@ def request_of(chance: random.Random, index: int):
 @pytest.mark.parametrize("num_blocks", [48, 34])
 @pytest.mark.parametrize("seed", range(4))
 @each_kind
-def test_random_lives(kind, seed, num_blocks):
+def test_random_lives_with_windows_answer_as_alone(kind, seed, num_blocks):
     """Submitted, cancelled, parked and resumed, preempted, found again in the cache."""
     engine = toy_engine(**kind | dict(num_blocks=num_blocks, max_model_len=544))
     for request, record in random_lives(engine, random.Random(seed), 100, request_of):

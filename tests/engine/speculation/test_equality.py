@@ -101,7 +101,7 @@ def test_a_draft_that_is_the_target_is_always_right(folders):
 
 
 @pytest.mark.parametrize("name", ["draft", "auto"])
-def test_preemption(folders, name):
+def test_preempted_sequences_are_speculated_alike(folders, name):
     target, draft = folders
     requests = mixed(16, max_tokens=150, seed=3)
     requests = [replace(request, max_tokens=150, stop_token_ids=frozenset()) for request in requests]

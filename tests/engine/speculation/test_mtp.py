@@ -182,7 +182,7 @@ def test_what_follows_from_a_token_is_always_right(tmp_path, name):
     assert sum(counts.accepted) == sum(counts.proposed) > 30
 
 
-def test_refusals(tmp_path):
+def test_mtp_is_refused_without_its_layer_or_beside_a_draft(tmp_path):
     make_folder(tmp_path / "llama", "llama3")
     with pytest.raises(ValueError, match="speculator mtp: .*llama ships no layer that predicts further tokens"):
         load(tmp_path / "llama", speculator="mtp")

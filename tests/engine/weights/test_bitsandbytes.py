@@ -18,7 +18,7 @@ def functional():
     return functional
 
 
-def test_int8(functional, tmp_path):
+def test_an_int8_folder_means_what_bitsandbytes_reads(functional, tmp_path):
     def write(weight):
         values, scb, _ = functional.int8_vectorwise_quant(weight)
         parts = {"weight": values, "SCB": scb, "weight_format": torch.tensor(0, dtype=torch.uint8)}

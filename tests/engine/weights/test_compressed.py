@@ -85,7 +85,7 @@ FP8_GROUP = dict(num_bits=8, type="float", strategy="group", group_size=128, dyn
     ],
     ids=str,
 )
-def test_integers(tmp_path, layout, weights, activations):
+def test_integers_of_compressed_tensors_are_read(tmp_path, layout, weights, activations):
     model = published.dense_folder(tmp_path)
     meanings = write_compressed(tmp_path, layout, weights, activations)
     for weight in assert_reads(tmp_path, meanings).values():
@@ -113,7 +113,7 @@ def test_zero_points_of_one_word(tmp_path):
     ],
     ids=str,
 )
-def test_floats(tmp_path, weights, activations, expected):
+def test_floats_of_compressed_tensors_are_read(tmp_path, weights, activations, expected):
     model = published.dense_folder(tmp_path, hidden_size=256, intermediate_size=384)
     meanings = write_compressed(tmp_path, "float-quantized", weights, activations)
     for weight in assert_reads(tmp_path, meanings).values():

@@ -56,7 +56,7 @@ def assert_same_logits(folder, model, meanings, tolerance: float = 1e-3):
     ],
     ids=str,
 )
-def test_gptq(tmp_path, options):
+def test_a_gptq_folder_is_read(tmp_path, options):
     model = published.dense_folder(tmp_path)
     meanings = published.write_gptq(tmp_path, **options)
     weights = assert_reads(tmp_path, meanings)
@@ -95,7 +95,7 @@ def test_gptq_of_before_transformers(tmp_path):
 
 
 @pytest.mark.parametrize("options", [dict(), dict(sym=True), dict(group=64)], ids=str)
-def test_awq(tmp_path, options):
+def test_an_awq_folder_is_read(tmp_path, options):
     model = published.dense_folder(tmp_path, "qwen2", num_attention_heads=4)
     meanings = published.write_awq(tmp_path, **options)
     weights = assert_reads(tmp_path, meanings)
@@ -121,7 +121,7 @@ def test_awq_with_modules_left_out(tmp_path):
     ],
     ids=str,
 )
-def test_fp8(tmp_path, options, activations):
+def test_an_fp8_folder_is_read(tmp_path, options, activations):
     sizes = dict(hidden_size=160, intermediate_size=320, num_attention_heads=4)  # no multiple of 128
     model = published.dense_folder(tmp_path, **sizes)
     meanings = published.write_fp8(tmp_path, **options)

@@ -58,7 +58,7 @@ FAMILIES = {
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_families(tmp_path, family):
+def test_each_family_is_read_from_gguf_as_from_its_folder(tmp_path, family):
     name, changes = FAMILIES[family]
     model = published.dense_folder(tmp_path / "dense", name, **changes)
     write_gguf(tmp_path / "model.gguf", model)
@@ -119,7 +119,7 @@ def test_a_tensor_that_nothing_reads(tmp_path):
         (GGMLType.Q4_1, "bf16"),
     ],
 )
-def test_types(tmp_path, kind, form):
+def test_each_type_of_gguf_has_its_form_and_the_same_logits(tmp_path, kind, form):
     model = published.dense_folder(tmp_path / "dense", "llama3.2-tied", **BIG)
     path = tmp_path / "model.gguf"
     write_gguf(path, model, lambda name: kind)
@@ -187,14 +187,14 @@ def path(tmp_path):
 
 
 @pytest.mark.parametrize("keep", [0, 3, 20, 300, -1000])
-def test_truncated(path, keep):
+def test_a_truncated_file_is_named(path, keep):
     path.write_bytes(path.read_bytes()[:keep])
     with pytest.raises(ModelError, match="model.gguf: truncated or not a GGUF file") as error:
         load_model(EngineConfig(path))
     assert "\n" not in str(error.value)
 
 
-def test_not_there(tmp_path):
+def test_a_missing_file_is_named(tmp_path):
     with pytest.raises(ModelError, match="no such file"):
         load_model(EngineConfig(tmp_path / "model.gguf"))
 

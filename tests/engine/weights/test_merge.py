@@ -76,7 +76,7 @@ def test_an_order_is_padded_where_it_is():
 
 @pytest.mark.parametrize("name", FORMS)
 @pytest.mark.parametrize(("rows", "columns"), [(0, 0), (24, 0), (0, 64), (0, 20), (24, 64)])
-def test_padding(name, rows, columns):
+def test_padding_adds_zeros_and_changes_no_weight(name, rows, columns):
     weight = FORMS[name](values(48))
     padded = pad(weight, rows, columns)
     assert padded.shape == (48 + rows, 128 + columns)

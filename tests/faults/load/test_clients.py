@@ -124,7 +124,7 @@ async def test_deadlines_in_every_phase(case):
         c.figures["overrun_max_s"] = round(max(overruns), 3)
 
 
-async def test_poison(case):
+async def test_a_poisonous_request_ends_after_two_deaths(case):
     """H11: a token that kills every engine that computes it, in a request that otherwise would go on and on."""
     async with case("H11", "ABORTED, reason POISON, after two deaths", ("ABORTED",)) as c:
         for process in c.stack.workers:

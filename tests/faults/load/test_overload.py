@@ -50,7 +50,7 @@ async def test_leases_that_nobody_takes_and_no_new_work(case, tight):
 
 @pytest.mark.long
 @pytest.mark.parametrize("times", [2, 5])
-async def test_overload(case, tight, times):
+async def test_an_overloaded_stack_answers_what_it_can_and_refuses_the_rest(case, tight, times):
     """G1: open loop at a multiple of what is served; the rest is refused, with a delay."""
     async with case(
         f"G1 {times}x", "refused with a delay, the others are answered", ("OK", "RESOURCE_EXHAUSTED"), world=tight

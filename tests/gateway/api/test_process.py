@@ -79,7 +79,7 @@ def get(address: str, path: str) -> tuple[int, dict]:
         return error.code, json.load(error)
 
 
-def test_it_serves(gateway, client, workers):
+def test_a_gateway_process_serves_and_says_so(gateway, client, workers):
     assert client.generate(PROMPT, max_tokens=9).token_ids == tokens_of(PROMPT, 9, 400)
     fields = gateway.ready()
     assert fields["pid"] == str(gateway.pid)
@@ -97,7 +97,7 @@ def test_resident_memory(gateway, client):
     assert resident < 120 << 20, f"{resident >> 20} MiB"
 
 
-def test_it_drains(gateway, client, workers):
+def test_a_gateway_process_drains_on_sigterm(gateway, client, workers):
     stream = client.stream(PROMPT, max_tokens=300)
     token_ids = list(next(stream).token_ids)
     gateway.popen.send_signal(signal.SIGTERM)

@@ -55,7 +55,7 @@ def assert_same(path, reference: bytes, add_special: bool = True):
         assert found.decode(ids) == expected.decode(ids)
 
 
-def test_byte_level(tmp_path):
+def test_a_byte_level_vocabulary_is_that_of_its_tokenizer_json(tmp_path):
     assert_same(write(tmp_path / "a.gguf", byte_level(), "gpt2", "gpt-2"), byte_level())
 
 
@@ -63,7 +63,7 @@ def test_byte_level_with_bos(tmp_path):
     assert_same(write(tmp_path / "a.gguf", byte_level("<s>"), "gpt2", "gpt-2", add_bos_token=True), byte_level("<s>"))
 
 
-def test_sentencepiece(tmp_path):
+def test_a_sentencepiece_vocabulary_is_that_of_its_tokenizer_json(tmp_path):
     reference = sentencepiece("normalizer")
     assert_same(write(tmp_path / "a.gguf", reference, "llama"), reference)
 
@@ -134,14 +134,14 @@ def test_unknown_kinds(tmp_path, kind, pre, message):
 
 
 @pytest.mark.parametrize("keep", [0, 3, 20, 300, 4000])
-def test_truncated(tmp_path, keep):
+def test_a_truncated_file_is_named(tmp_path, keep):
     path = write(tmp_path / "a.gguf", byte_level(), "gpt2", "gpt-2")
     path.write_bytes(path.read_bytes()[:keep])
     with pytest.raises(SettingsError, match="a.gguf: truncated or not a GGUF file"):
         read_model(path)
 
 
-def test_no_vocabulary(tmp_path):
+def test_a_file_without_a_vocabulary_is_refused(tmp_path):
     writer = gguf.GGUFWriter(tmp_path / "a.gguf", "llama")
     writer.add_context_length(777)
     writer.add_tensor("token_embd.weight", np.zeros((4, 32), np.float32))

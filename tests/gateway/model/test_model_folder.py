@@ -114,7 +114,7 @@ def test_what_means_nothing_is_refused(copied, values):
     ],
     ids=str,
 )  # fmt: skip
-def test_config(copied, values):
+def test_a_wrong_value_of_config_json_is_named(copied, values):
     change(copied, "config.json", **values)
     assert next(iter(values)) in refusal(copied, "config.json")
 
@@ -135,7 +135,7 @@ def test_the_config_s_own_end_counts_where_there_is_no_other(copied):
     ],
     ids=str,
 )  # fmt: skip
-def test_tokenizer_config(copied, values):
+def test_a_wrong_value_of_tokenizer_config_json_is_named(copied, values):
     change(copied, "tokenizer_config.json", **values)
     assert next(iter(values)) in refusal(copied, "tokenizer_config.json")
 

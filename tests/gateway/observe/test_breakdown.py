@@ -104,7 +104,7 @@ async def timed(call) -> tuple[float, object]:
 
 
 @pytest.mark.parametrize("max_tokens", [1, 2, 20])
-async def test_finished(cluster, watch, max_tokens):
+async def test_the_phases_of_a_finished_request_add_up(cluster, watch, max_tokens):
     async with cluster() as c:
         client_s, messages = await timed(generate(c, max_tokens=max_tokens))
         await c.idle()

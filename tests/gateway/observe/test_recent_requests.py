@@ -65,6 +65,6 @@ def test_every_state_has_its_phase():
     assert set(recent_requests.PHASE_OF.values()) - {"attach"} <= set(PHASES)
 
 
-def test_no_content():
+def test_a_view_of_a_request_has_no_content():
     names = {field.name for field in pb.RequestView.DESCRIPTOR.fields}
     assert not names & {"prompt", "text", "token_ids", "messages"}

@@ -225,7 +225,7 @@ async def test_nobody_can_take_over(cluster):
         await c.idle()
 
 
-async def test_poison(cluster):
+async def test_a_request_ends_as_poison_after_two_deaths(cluster):
     """Two workers that die with a request in their hands are enough; the second death may be seen a little late."""
     async with cluster(num_prefill=4) as c:
         hold(c, "prefill")
@@ -434,7 +434,7 @@ async def test_a_gateway_whose_client_has_gone_on_elsewhere_does_not_try_again(c
         await c.idle()
 
 
-async def test_draining(cluster):
+async def test_a_draining_gateway_refuses_new_requests_and_ends_running_ones(cluster):
     async with cluster() as c:
         hold(c, "decode")
         running = start(c)

@@ -22,7 +22,7 @@ async def test_prompt_logprobs_come_with_the_first_message(cluster):
         await c.idle()
 
 
-async def test_echo(cluster):
+async def test_echo_returns_the_prompt_and_its_logprobs(cluster):
     async with cluster() as c:
         text = "a quick brown fox"
         whole = await c.stub.Complete(make_request(text, echo=True, max_tokens=4), timeout=patience(20))

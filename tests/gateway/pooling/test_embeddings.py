@@ -275,7 +275,7 @@ async def test_the_client_goes(cluster, gate):
         await c.until(lambda: c.gateway.handler.num_running == 0 and not c.pipeline.admission.key_ids)
 
 
-async def test_deadline(cluster):
+async def test_an_embedding_past_its_deadline_is_given_up(cluster):
     async with cluster() as c:
         c.prefill[0].hold("prefill")
         error = await expect_refusal(c.stub.Embed(embed_request(*IDS), timeout=0.3))

@@ -205,7 +205,7 @@ async def test_a_tenant_that_is_only_told_of_takes_no_memory(server):
     await first._client.aclose()
 
 
-async def test_two_gateways(cluster, server, tmp_path):
+async def test_two_gateways_share_a_quota(cluster, server, tmp_path):
     path = tmp_path / "quotas.toml"
     path.write_text("[default]\nconcurrent_requests = 1\n")
     settings = {"quotas": path, "redis": server.url}

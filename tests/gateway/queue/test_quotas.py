@@ -262,7 +262,7 @@ def test_a_tenant_that_comes_here_late_brings_what_it_uses_elsewhere():
 # ---- the file ----
 
 
-def test_the_file(tmp_path):
+def test_quotas_are_read_from_a_file(tmp_path):
     path = tmp_path / "quotas.toml"
     path.write_text("[default]\ntokens_per_s = 50\n[a]\nconcurrent_requests = 3\nmax_priority = 4\n")
     assert read_quotas(path) == {"default": Quota(50, 500), "a": Quota(concurrent_requests=3, max_priority=4)}
@@ -321,6 +321,6 @@ def test_another_quota_fills_no_bucket(tmp_path):
     assert expect_refusal(quotas, "a", 5.0).reason == "TENANT_TOKENS" and quotas.counts(5.0)["a"].balance == -150
 
 
-def test_no_file(tmp_path):
+def test_a_missing_file_of_quotas_is_refused(tmp_path):
     with pytest.raises(ValueError, match="No such file"):
         read_quotas(tmp_path / "nothing.toml")

@@ -96,7 +96,7 @@ async def test_too_many_requests(cluster):
 
 @pytest.mark.parametrize("num_prefill", [0, 1])
 @pytest.mark.parametrize("wait_s", [0, 0.5])
-async def test_no_worker(cluster, num_prefill, wait_s):
+async def test_a_request_without_a_worker_is_refused_after_its_wait(cluster, num_prefill, wait_s):
     async with cluster(num_prefill, max_start_wait_s=wait_s) as c:
         await c.decode[0].stop()
         await c.until(lambda: not c.gateway.registry.decode[0].is_serving)

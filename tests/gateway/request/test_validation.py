@@ -114,7 +114,7 @@ def test_too_many_biases():
     assert field_of(make_request(PROMPT, logit_bias=dict.fromkeys(range(1025), 1.0)), WIDE) == "sampling.logit_bias"
 
 
-def test_a_mebibyte():
+def test_a_request_of_more_than_a_mebibyte_is_refused():
     check_size(make_request("a" * ((1 << 20) - 100)))
     for request, field in (
         (make_request("a" * (1 << 20)), "text"),

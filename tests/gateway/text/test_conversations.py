@@ -47,7 +47,7 @@ def theirs(messages, options: ChatOptions, **kwargs) -> str:
 
 @pytest.mark.parametrize("kwargs", [{}, {"enable_thinking": False}])
 @pytest.mark.parametrize("tools", [(), TOOLS])
-def test_as_transformers(tools, kwargs):
+def test_a_conversation_renders_as_transformers_does(tools, kwargs):
     options = ChatOptions(tools, kwargs)
     template = ChatTemplate(QWEN, {})
     assert template.render(CHAT, options) == theirs(CHAT, options)

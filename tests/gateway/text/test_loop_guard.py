@@ -113,7 +113,7 @@ PLAIN = ("words", "zeros", "one letter", "accents on one letter")  # beside whic
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.long) if name in PLAIN else name for name in WORST_TEXTS]
 )
-async def test_long_texts(cluster, name):
+async def test_long_texts_do_not_block_the_loop(cluster, name):
     async with cluster(*WIDE) as c:
         await tokenize(c, "warm")
         async with guarded():
@@ -121,7 +121,7 @@ async def test_long_texts(cluster, name):
 
 
 @pytest.mark.parametrize("name", ["control tokens", "half of one", "one letter", "emoji"])
-async def test_short_texts(cluster, name):
+async def test_many_short_texts_do_not_block_the_loop(cluster, name):
     """Fifty in one turn of the loop, without a thread: some 2 ms each on a busy machine."""
     async with cluster(*WIDE) as c:
         await tokenize(c, "warm")
@@ -130,14 +130,14 @@ async def test_short_texts(cluster, name):
 
 
 @pytest.mark.parametrize("content", ["<|user|>", "<unused5", "x" * 900])
-async def test_conversations(cluster, content):
+async def test_long_conversations_do_not_block_the_loop(cluster, content):
     async with cluster(*WIDE) as c:
         await tokenize(c, contents=["warm"])
         async with guarded():
             assert (await tokenize(c, contents=[content] * 1024)).token_ids
 
 
-async def test_detokenize(cluster, folder):
+async def test_detokenizing_does_not_block_the_loop(cluster, folder):
     vocabulary = json.loads((folder / "tokenizer.json").read_text())["model"]["vocab"]
     special = json.loads((folder / "tokenizer.json").read_text())["added_tokens"][0]["id"]
     for token_ids in ([special] * 500_000, [vocabulary.get("<0x80>", 100)] * 500_000, list(range(6500)) * 40):
@@ -156,7 +156,7 @@ class OneLetter:
         return ""
 
 
-async def test_stop_strings(cluster, monkeypatch):
+async def test_stop_strings_do_not_block_the_loop(cluster, monkeypatch):
     """One of which all but matches everywhere, in eight choices."""
     stops = ["a" * 254 + "b", *(chr(ord("c") + i) * 255 for i in range(15))]
     async with cluster(*WIDE) as c:
@@ -168,7 +168,7 @@ async def test_stop_strings(cluster, monkeypatch):
 
 
 @pytest.mark.parametrize("source", ["{{ 'a' * 3000000000 }}", "{% for i in range(9999) %}" * 8 + "{% endfor %}" * 8])
-async def test_templates(cluster, folder, source):
+async def test_endless_templates_do_not_block_the_loop(cluster, folder, source):
     (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": source}))
     async with cluster(*WIDE) as c:
         async with guarded():

@@ -72,7 +72,7 @@ def test_html_that_the_file_calls_special_is_none():
 
 
 @pytest.mark.parametrize("value", [b"", b"{}", b'{"model": 1}', b"\xff"])
-def test_no_tokenizer(value):
+def test_a_file_that_is_no_tokenizer_is_named(value):
     with pytest.raises(SettingsError, match="tokenizer.json: not a tokenizer"):
         Tokenizer(value)
 

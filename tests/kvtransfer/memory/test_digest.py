@@ -57,7 +57,7 @@ def test_parts_add_up(form, head_dim, block_size):
     assert (np.concatenate(layers, axis=1) == whole).all()
 
 
-def test_definition():
+def test_a_digest_is_its_definition_in_plain_python():
     """Word by word in plain Python, as a reference for other devices."""
     cells, ids = pool("bf16", 16, 64)
     memory = cells.memory

@@ -43,7 +43,7 @@ def test_needs_a_size():
         Region.create(0)
 
 
-def test_no_room():
+def test_a_region_without_room_is_one_line():
     """One line that says for what: a worker shows it and ends."""
     with pytest.raises(OSError, match=r"^no room for KV of 1099511627776.0 MiB in memory: "):
         Region.create(1 << 60)

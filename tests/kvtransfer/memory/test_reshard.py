@@ -116,12 +116,12 @@ def moved_in_parts(num_tokens: int) -> list[Range]:
         for index, (source, taker) in enumerate(itertools.product(CUTS, repeat=2))
     ],
 )  # fmt: skip
-def test_all_combinations(forms, source_cut, taker_cut, monkeypatch):
+def test_every_cut_and_form_is_resharded(forms, source_cut, taker_cut, monkeypatch):
     check_combination("paged", forms, source_cut, taker_cut, monkeypatch)
 
 
 @pytest.mark.parametrize("forms", FORMS, ids="-".join)
-def test_latent_rows(forms, monkeypatch):
+def test_latent_rows_are_resharded(forms, monkeypatch):
     """One row a token and head in place of K and V."""
     check_combination("latent", forms, by_layers(1), by_layers(2), monkeypatch)
 

@@ -228,7 +228,7 @@ def test_taken_and_waiting_for_a_ticket_that_is_never_shown():
     assert table.endings == ["released"]
 
 
-def test_withdrawn():
+def test_a_withdrawn_fetch_releases_its_lease():
     table = Table()
     lease = table.lease()
     lease.add_fetch(b"second")

@@ -261,7 +261,7 @@ def test_gpus_that_do_not_reach_each_other(tmp_path):
     asyncio.run(main())
 
 
-def test_no_memory(tmp_path):
+def test_an_allocation_that_fails_is_named(tmp_path):
     runtime = CudaRuntime(Cudart(Host(num_bytes=1000)))
     with pytest.raises(CudaError, match="cudaMalloc"):
         DeviceRegion(runtime, 0, 1001)

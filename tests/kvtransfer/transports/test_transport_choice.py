@@ -39,7 +39,7 @@ def test_one_line_says_why():
     )
 
 
-def test_none_left():
+def test_each_transport_that_is_left_out_has_its_reason():
     with pytest.raises(TransferFailed, match="shm: another host.*tcp: not allowed here"):
         choose(ENDPOINTS, "B", ("shm",), lambda address: False)
 
@@ -67,7 +67,7 @@ def test_a_pool_in_device_memory_takes_what_moves_it():
     assert choose(offered, "A", "auto", lambda address: True, (DEVICE,)).endpoints == (offered[-1],)
 
 
-def test_capabilities():
+def test_each_transport_has_the_capabilities_of_the_table():
     """The capabilities of each transport; the suite above holds them to these."""
     table = {can.name: (can.same_host, can.same_process, can.source_sends, can.memory) for can in CAPABILITIES.values()}
     assert table == {

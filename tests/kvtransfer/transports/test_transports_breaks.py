@@ -121,7 +121,7 @@ def test_dialogue_renews_the_lease(name, monkeypatch):
     asyncio.run(main())
 
 
-def test_deadline(name):
+def test_a_fetch_past_its_deadline_times_out(name):
     async def main():
         async with running(name) as rig:
             destination = rig.destination()

@@ -123,7 +123,7 @@ def test_a_file_that_cannot_be_used_says_where(folder, text, words):
         Credentials(path)
 
 
-def test_no_file(folder):
+def test_a_missing_file_of_credentials_is_refused(folder):
     with pytest.raises(SettingsError, match="No such file"):
         Credentials(folder / "none.toml")
 

@@ -62,7 +62,7 @@ def test_refused_in_one_line(cls, values, words):
 
 
 @pytest.mark.parametrize("cls, values", ALLOWED)
-def test_allowed(cls, values):
+def test_protected_ports_are_allowed(cls, values):
     load(cls, values)
 
 

@@ -120,7 +120,7 @@ TOKENIZERS = {
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
-def test_tokenizers(name):
+def test_a_tokenizer_is_refused_in_a_line_or_encodes_within_bounds(name):
     """One line at the start, or a tokenizer that goes back and forth."""
     with Bounded():
         try:
@@ -155,7 +155,7 @@ COMPOSING = {form: Tokenizer(changed(normalizer={"type": form})) for form in ("N
 
 
 @pytest.mark.parametrize("name", WORDS)
-def test_texts(name):
+def test_hostile_texts_come_back_as_they_were(name):
     """They come back as they were, also through a template; a form of Unicode's changes them as Unicode says."""
     text = WORDS[name]
     template = ChatTemplate("{% for m in messages %}<|user|>{{ m.content }}<|end|>{% endfor %}", {})
@@ -181,7 +181,7 @@ def test_no_text_is_refused_that_would_fit_once_it_is_composed(text, form):
 
 
 @pytest.mark.parametrize("name", WORDS)
-def test_stop_strings(name):
+def test_hostile_stop_strings_are_bounded_and_found_as_written(name):
     """Bounded in bytes of UTF-8, and found as they are written: no form is another's."""
     served = ServedModel("fake", 1024, 400, frozenset(), Defaults(), limits=PRESETS["normal"])
     with pytest.raises(InvalidRequest, match="256 bytes"):

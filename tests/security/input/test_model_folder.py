@@ -101,7 +101,7 @@ ATTACKS = {
 
 
 @pytest.mark.parametrize("attack", ATTACKS)
-def test_weights(folder, marker, attack):
+def test_hostile_weights_are_refused_and_run_no_code(folder, marker, attack):
     path = folder / "model.safetensors"
     ATTACKS[attack](path, marker)
     with pytest.raises(ModelError) as caught:

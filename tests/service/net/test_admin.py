@@ -43,7 +43,7 @@ class Asking:
         return int(head.split(b" ")[1]), json.loads(body)
 
 
-async def test_pages():
+async def test_pages_answer_and_other_requests_are_refused():
     async with Asking() as ask:
         host = b"Host: localhost\r\n\r\n"
         assert await ask(b"GET /healthz HTTP/1.1\r\n" + host) == (200, {"status": "ok"})

@@ -146,7 +146,7 @@ def test_the_certificate_of_another_name(certs):
         assert fails_at(target, operator) == f"{target} shows the certificate of another role: correct the address"
 
 
-def test_no_credential():
+def test_a_refused_credential_is_explained():
     told = explain_failure("h:1", grpc.StatusCode.UNAUTHENTICATED, "the key has expired", Access())
     assert (
         "UNAUTHENTICATED, the key has expired: give a valid --api-key-file, or --tls-cert" in told and "fleet=" in told

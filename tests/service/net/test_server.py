@@ -69,7 +69,7 @@ async def test_watch_streams_every_change():
     await server.stop(0)
 
 
-async def test_list():
+async def test_health_lists_all_services():
     server, health, channel = await serve(Health)
     health.set(SERVICE, True)
     answer = await health_pb2_grpc.HealthStub(channel).List(health_pb2.HealthListRequest())
@@ -79,7 +79,7 @@ async def test_list():
     await server.stop(0)
 
 
-async def test_check():
+async def test_health_checks_process_and_services():
     server, health, channel = await serve(Health)
     stub = health_pb2_grpc.HealthStub(channel)
     assert (await stub.Check(health_pb2.HealthCheckRequest())).status == health_pb2.HealthCheckResponse.NOT_SERVING

@@ -37,7 +37,7 @@ def test_hosts_that_nobody_can_reach(tmp_path, host):
 
 
 @pytest.mark.parametrize("host", ["kv.example", "10.0.0.7", "fd00::7", "node-1", "kv_1.a-b.example"])
-def test_hosts(tmp_path, host):
+def test_a_host_name_or_address_may_be_advertised(tmp_path, host):
     assert make_settings(WorkerSettings, {"model": tmp_path, "advertise_host": host}).advertise_host == host
 
 

@@ -82,7 +82,7 @@ def test_a_worker_says_whether_it_is_ready(stack):
         assert b'"state": "serving"' in urlopen(f"http://{process.ready()['admin']}/readyz", timeout=10).read()
 
 
-def test_utilisation(stack):
+def test_utilisation_is_seen_under_load_alone(stack):
     """Some of what the device can do while there is work, nothing afterwards."""
     from tests.support.client import Client
 

@@ -51,7 +51,7 @@ def test_a_product_is_that_of_the_engines_kernel(dtype, tmp_path):
         assert y.dtype == dtype and torch.equal(y, torch.full((32, 32), 32.0, dtype=dtype))
 
 
-def test_this_machine(tmp_path):
+def test_the_roofline_of_this_machine_is_measured(tmp_path):
     found = measure(CPU, _product(EngineConfig(tmp_path), CPU, torch.float32))
     assert found.bytes_per_s > 1e7 and found.flops_per_s > 1e6
 

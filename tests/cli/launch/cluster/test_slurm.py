@@ -98,7 +98,7 @@ def slurm(tmp_path) -> Iterator[Slurm]:
             daemon.stop()
 
 
-def test_the_recipe(slurm, tmp_path):
+def test_the_slurm_recipe_serves(slurm, tmp_path):
     out, held = tmp_path / "job.out", HeldPorts()
     target = held.hold("127.0.0.1:0")
     held.release_all()

@@ -10,7 +10,7 @@ CALL = '<tool_call>{"name": "find", "arguments": {"text": "Größe"}}</tool_call
 ARGUMENTS = {"text": "Größe"}
 
 
-async def test_openai(saying, capable):
+async def test_openais_client_for_node_is_served(saying, capable):
     path = node()
     async with saying(f"One moment.\n{CALL}", http="127.0.0.1:0") as c:
         process = await asyncio.create_subprocess_exec(

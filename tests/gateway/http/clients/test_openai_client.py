@@ -34,7 +34,7 @@ async def over_grpc(c, prompt, **fields):
     return gather(await read(c.stub.Generate(make_request(prompt, **fields), timeout=patience(20))))
 
 
-async def test_models(served):
+async def test_models_are_listed_and_retrieved(served):
     async with served() as (_, client):
         (model,) = (await client.models.list()).data
         assert (model.id, model.owned_by) == ("fake", "baton") and model.model_dump()["max_model_len"] == 1024
@@ -342,7 +342,7 @@ def test_the_likeliest_tokens_have_the_one_that_was_taken_beside_them():
     assert list(found["logprobs"]["top_logprobs"]) == [{first: 0, second: -1, third: -9}, {first: 0, second: -1}]
 
 
-async def test_rerank(served, monkeypatch):
+async def test_rerank_has_the_scores_of_the_grpc_call(served, monkeypatch):
     monkeypatch.setattr("gateway.api.request_handler.LABELS", ("y", "n"))
     documents = ["a fox " * 20, "a dog", "a quick brown fox " * 9]
     async with served() as (c, client):

@@ -68,7 +68,7 @@ def answers(folder):
 
 
 @pytest.mark.long
-async def test_probe(cluster, capable, answers, tmp_path):
+async def test_canitoolcall_probes_a_gateway(cluster, capable, answers, tmp_path):
     report = tmp_path / "report.json"
     async with cluster([4096], [4096], http="127.0.0.1:0", tool_call_parser="hermes") as c:
         for worker in c.workers:

@@ -11,7 +11,7 @@ from tests.support.pace import patience
 PROMPT = list(range(20, 90))
 
 
-async def test_embeddings(served):
+async def test_embeddings_are_those_of_the_grpc_call(served):
     async with served() as (c, client):
         inputs = ["a quick brown fox", "a dog"]
         wanted = pb.EmbedRequest(inputs=[pb.EmbedInput(text=each) for each in inputs], dimensions=3)

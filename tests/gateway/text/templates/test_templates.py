@@ -47,7 +47,7 @@ def chat_template(name: str) -> ChatTemplate:
 @pytest.mark.parametrize("chat", CHATS)
 @pytest.mark.parametrize("name", TEMPLATES)
 @pytest.mark.parametrize("kind", ["byte_level", "normalizer", "first"])
-def test_as_transformers(name, chat, kind):
+def test_a_template_renders_and_refuses_as_transformers_does(name, chat, kind):
     """The same string and the same ids; what a template refuses is refused with its words."""
     tokenizer_json = byte_level() if kind == "byte_level" else sentencepiece(kind)
     expected, template = reference(name, tokenizer_json), chat_template(name)
