@@ -52,6 +52,7 @@ ROOMS = {
     "baton.loadgen": ("baton.service", "baton.client", "baton.v1"),
     "baton.planning": (
         "baton.engine",
+        "baton.lines",
         "baton.loadgen",
         "baton.protocol",
         "baton.sampling_params",

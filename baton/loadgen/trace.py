@@ -71,7 +71,7 @@ def _mooncake(lines: Iterable[str]) -> Iterator[TraceEntry]:
                 fields["timestamp"] / 1000, int(fields["input_length"]), int(fields["output_length"]), hash_ids
             )
         except (ValueError, TypeError, AttributeError, KeyError, OverflowError) as error:
-            raise _BadLine(number, f"not a Mooncake request ({_words(error)})") from None
+            raise _BadLine(number, f"not a Mooncake request ({_describe(error)})") from None
         yield _checked(entry, number)
 
 
@@ -87,7 +87,7 @@ def _azure(lines: Iterable[str]) -> Iterator[TraceEntry]:
             at_s = at.replace(tzinfo=at.tzinfo or UTC).timestamp()
             entry = TraceEntry(at_s, int(row["ContextTokens"]), int(row["GeneratedTokens"]))
         except (ValueError, TypeError) as error:
-            raise _BadLine(number, f"not an Azure request ({_words(error)})") from None
+            raise _BadLine(number, f"not an Azure request ({_describe(error)})") from None
         yield _checked(entry, number)
 
 
@@ -99,5 +99,5 @@ def _checked(entry: TraceEntry, number: int) -> TraceEntry:
     return entry
 
 
-def _words(error: Exception) -> str:
+def _describe(error: Exception) -> str:
     return f"no {error}" if isinstance(error, KeyError) else str(error)

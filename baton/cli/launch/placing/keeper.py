@@ -96,7 +96,7 @@ class Keeper:
             try:
                 ended = await self._run()
             except (OSError, RuntimeError) as error:  # no process, descriptor or thread was left
-                ended = f"could not be started: {_words_of(error)}"
+                ended = f"could not be started: {_describe(error)}"
                 if not self.started.done():
                     self._fail(StartError(f"{self.name} {ended}", 1))
             if self._stopping.is_set() or not self.started.done() or self.started.exception():
@@ -290,7 +290,7 @@ async def _lines(stream: asyncio.StreamReader):
         yield line.decode(errors="replace").rstrip("\r\n")
 
 
-def _words_of(error: OSError | RuntimeError) -> str:
+def _describe(error: OSError | RuntimeError) -> str:
     if isinstance(error, RuntimeError):
         return str(error)
     return f"{f'{error.filename}: ' if error.filename else ''}{error.strerror}"
