@@ -29,11 +29,6 @@ class SettingsError(Exception):
     """An invalid setting: one line that names the setting and what to do. The process exits with status 2."""
 
 
-def option(help: str, default: Any = dataclasses.MISSING, *, choices: tuple[str, ...] = (), metavar: str = "") -> Any:
-    """Declare a field of a settings class; without a default it must be given. `choices` are the values it may have."""
-    return dataclasses.field(default=default, metadata={"help": help, "choices": choices, "metavar": metavar})
-
-
 def make_parser(prog: str, description: str) -> argparse.ArgumentParser:
     """Return a parser with --help and --version that accepts no abbreviated flags; wrong use exits with status 2."""
     parser = argparse.ArgumentParser(prog=prog, description=description, allow_abbrev=False)

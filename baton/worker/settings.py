@@ -7,8 +7,8 @@ from pathlib import Path
 
 from baton.addresses import AddressError, bare_host_of, split_address
 from baton.engine.core.config import EngineConfig
+from baton.options import option
 from baton.service.security.exposure import Exposure, is_loopback
-from baton.service.settings import option
 from kvtransfer.memory.cuda_runtime import find_runtime, gpu_refusal
 from kvtransfer.transports.socket_folder import default_parent
 

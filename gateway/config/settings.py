@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from baton.addresses import AddressError, split_address
+from baton.options import option
 from baton.protocol import ROLES, check_model_name, named_models
 from baton.service.security.exposure import Exposure, is_loopback
-from baton.service.settings import option
 from gateway.config.networks import Networks
 from gateway.config.served_model import PRESETS
 from gateway.model.model_identities import ModelIdentities

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from baton.service.settings import SettingsError, add_flags, given, load_settings, make_settings, option, to_argv
+from baton.options import option
+from baton.service.settings import SettingsError, add_flags, given, load_settings, make_settings, to_argv
 
 
 @dataclass(frozen=True)

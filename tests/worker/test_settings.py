@@ -101,7 +101,7 @@ def test_a_made_up_setting_is_one_line(tmp_path):
 
 
 def test_a_made_up_setting_of_the_engine_is_one_line(tmp_path):
-    line = '    num_made_up: int | None = _option("things without a use", None)'
+    line = '    num_made_up: int | None = option("things without a use", None)'
     engine = scratch_copy(config, tmp_path, "    sm_share: float", line).EngineConfig
 
     @dataclasses.dataclass(frozen=True)

@@ -17,6 +17,7 @@ from baton.cli.launch.placing.keeper import StartError
 from baton.cli.launch.stack import SHIPPED_MODEL, StackPlan
 from baton.cli.launch.worker_options import SET_BY_STACK, WorkerOptions, read_worker_options
 from baton.gguf import is_gguf
+from baton.options import option
 from baton.protocol import ROLES, model_setting, named_models
 from baton.service.security.access import Access
 from baton.service.security.exposure import is_loopback
@@ -30,7 +31,6 @@ from baton.service.settings import (
     is_in_environment,
     load_settings,
     name_sources,
-    option,
     read_table,
     sourced_settings,
     to_argv,

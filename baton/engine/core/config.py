@@ -1,11 +1,11 @@
 """Declare the options of the engine, and resolve their values for one model."""
 
-from dataclasses import MISSING, dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any
 
 from baton import system
 from baton.engine.core.model_spec import ModelSpec
+from baton.options import option
 from baton.protocol import MAX_DRAFT_TOKENS, check_model_name
 from kvtransfer.layout import KV_FORMS, KVLayout
 from kvtransfer.naming import SPAN_TOKENS
@@ -27,117 +27,110 @@ MAX_POOL_BYTES = 4 << 30
 POOL_SHARE = 0.125
 
 
-def _option(help: str, default: Any = MISSING, *, choices: tuple[str, ...] = (), metavar: str = "") -> Any:
-    """Declare a field with its help, the values that a command line offers, and how it names the value."""
-    return field(default=default, metadata={"help": help, "choices": choices, "metavar": metavar})
-
-
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
     """The settings of an engine; workers take them as flags. Raises ValueError, one line that begins with the field."""
 
-    model: Path = _option("model folder (config.json, safetensors, tokenizer.json) or .gguf file", metavar="DIR|FILE")
-    served_model_name: str | None = _option(
+    model: Path = option("model folder (config.json, safetensors, tokenizer.json) or .gguf file", metavar="DIR|FILE")
+    served_model_name: str | None = option(
         "name of the model for clients, metrics and traces (default: its folder's or file's)", None, metavar="NAME"
     )
     # auto: the checkpoint's, or cpu.compute_dtype. A checkpoint may be fp16, which is asked for here alone.
-    dtype: str = _option(
+    dtype: str = option(
         "compute dtype; auto: the checkpoint's, or what is fast", "auto", choices=("auto", "bf16", "fp32")
     )
-    kv_dtype: str = _option("format in which KV is stored; auto: the compute dtype", "auto", choices=KV_DTYPES)
-    quantization: str = _option(
+    kv_dtype: str = option("format in which KV is stored; auto: the compute dtype", "auto", choices=KV_DTYPES)
+    quantization: str = option(
         "weight format; auto: the model's own; other values quantize an unquantized model at load time",
         "auto",
         choices=QUANTIZATIONS,
     )
-    block_size: int = _option("tokens per KV block; divides 64 or is a multiple of it", 32)
+    block_size: int = option("tokens per KV block; divides 64 or is a multiple of it", 32)
     # None: max_num_seqs whole contexts, within a share of the memory
-    num_blocks: int | None = _option(
+    num_blocks: int | None = option(
         "KV blocks in the pool (default: enough for the largest batch, within an eighth of the memory, of the host or the "
         "container, and 4 GiB; on a GPU what is left of its share)",
         None,
     )
-    workers_per_host: int = _option(
+    workers_per_host: int = option(
         "workers on CPUs that share the memory: by default the KV of more than two takes as much as that of two", 1
     )
     # None: two for each sequence, within a share of the memory
-    num_states: int | None = _option(
+    num_states: int | None = option(
         "of models whose layers keep a state: blocks for states of sequences and for checkpoints, which stand for cached "
         "prefixes (default: twice max_num_seqs, within as much memory as KV may take)",
         None,
     )
-    checkpoint_tokens: int = _option(
+    checkpoint_tokens: int = option(
         "of models whose layers keep a state: tokens from one checkpoint of a sequence to the next, whole spans of 64, "
         "rounded up to whole blocks; "
         "another stands at the end of its prompt",
         512,
     )
-    max_num_seqs: int = _option("sequences that run at the same time; a decode worker on a GPU: 256", 64)
-    max_model_len: int | None = _option("longest sequence in tokens (default: the model's context)", None)
-    max_num_batched_tokens: int = _option(
+    max_num_seqs: int = option("sequences that run at the same time; a decode worker on a GPU: 256", 64)
+    max_model_len: int | None = option("longest sequence in tokens (default: the model's context)", None)
+    max_num_batched_tokens: int = option(
         "tokens computed in one step, which is also the size of a prefill chunk; on a GPU 8192 for a prefill worker, 2048 "
         "for a decode worker",
         512,
     )
-    attention: str = _option("attention kernel; auto: the best that fits", "auto", metavar="auto|native|triton|...")
-    linear: str = _option(
-        "kernel for linear layers; auto: the best that fits", "auto", metavar="auto|fbgemm|dense|fast"
-    )
-    threads: int | None = _option(
+    attention: str = option("attention kernel; auto: the best that fits", "auto", metavar="auto|native|triton|...")
+    linear: str = option("kernel for linear layers; auto: the best that fits", "auto", metavar="auto|fbgemm|dense|fast")
+    threads: int | None = option(
         "CPU threads; auto: a part of the cores, which the workers of one host divide, and for prompts those that others leave idle (default: auto)",
         None,
         metavar="auto|N",
     )
-    tensor_parallel: int = _option(
+    tensor_parallel: int = option(
         "processes that share each layer of the model, 1, 2, 4 or 8, with --threads or a GPU each", 1, metavar="N"
     )
-    pipeline_parallel: int = _option(
+    pipeline_parallel: int = option(
         "stages that have some layers of the model each, of as many processes as --tensor-parallel says; on GPUs of one",
         1,
         metavar="M",
     )
-    remote_stages: int = _option(
+    remote_stages: int = option(
         "of --pipeline-parallel the last ones, whose processes join from other hosts", 0, metavar="K"
     )
-    expert_parallel: bool = _option(
+    expert_parallel: bool = option(
         "with --tensor-parallel: each process has some experts of a mixture whole, in place of a part of each", False
     )
-    all_reduce: str = _option(
+    all_reduce: str = option(
         "with --tensor-parallel: exact gives the bits of one process, fast rounds what each process adds and is a numerics "
         "class of its own",
         "exact",
         choices=ALL_REDUCES,
     )
-    batch_invariant: bool = _option("make results independent of the other requests in a batch", True)
-    speculator: str = _option(
+    batch_invariant: bool = option("make results independent of the other requests in a batch", True)
+    speculator: str = option(
         "speculative decoding; auto: prompt lookup and, if given, --draft-model, whenever it is faster; suffix: lookup in the "
         "prompt and in the tenant's earlier answers; mtp: by the layer that the checkpoint ships",
         "off",
         choices=SPECULATORS,
     )
-    draft_model: Path | None = _option("folder of a draft model or of trained heads", None, metavar="DIR")
-    num_draft_tokens: int | None = _option(
+    draft_model: Path | None = option("folder of a draft model or of trained heads", None, metavar="DIR")
+    num_draft_tokens: int | None = option(
         f"tokens proposed per step, at most {MAX_DRAFT_TOKENS} (default: chosen by measured gain)", None
     )
-    adapter: tuple[str, ...] = _option(
+    adapter: tuple[str, ...] = option(
         "LoRA adapters that requests may name beside the model, folders as PEFT writes them", (), metavar="NAME=DIR,..."
     )
-    adapter_slots: int | None = _option(
+    adapter_slots: int | None = option(
         "adapters that are ready to be applied at once; others wait as they were read (default: all are ready)", None
     )
-    adapter_root: Path | None = _option(
+    adapter_root: Path | None = option(
         "folder below which operators may load adapters while the worker runs; what they load is noted there, for workers "
         "that start later (default: none may be)",
         None,
         metavar="DIR",
     )
-    device: str = _option("device to compute on; auto: a GPU if there is one", "auto", choices=DEVICES)
+    device: str = option("device to compute on; auto: a GPU if there is one", "auto", choices=DEVICES)
     # None: device.UTILIZATION
-    gpu_memory_utilization: float | None = _option("fraction of GPU memory for weights and KV; needs a GPU", None)
-    workers_per_gpu: int = _option("workers that share the GPU: each takes so small a part of its memory by default", 1)
+    gpu_memory_utilization: float | None = option("fraction of GPU memory for weights and KV; needs a GPU", None)
+    workers_per_gpu: int = option("workers that share the GPU: each takes so small a part of its memory by default", 1)
     # where the kernels allow it
-    cuda_graphs: bool = _option("run decode steps and short chunks as CUDA graphs on a GPU", True)
-    sm_share: float | None = _option(
+    cuda_graphs: bool = option("run decode steps and short chunks as CUDA graphs on a GPU", True)
+    sm_share: float | None = option(
         "fraction of the GPU's multiprocessors for this worker (default: all); needs a GPU", None
     )
 

@@ -6,8 +6,8 @@ from ipaddress import ip_address
 from pathlib import Path
 
 from baton.addresses import bare_host_of
+from baton.options import option
 from baton.service.security.tls import Tls
-from baton.service.settings import option
 
 
 @dataclass(frozen=True, kw_only=True)
