@@ -84,7 +84,7 @@ class Bench:
         self._request_ids, self._rng = map(str, itertools.count()), random.Random(0)
 
     def seconds(self, adapters: Sequence[bytes]) -> tuple[float, float]:
-        """Return wall and CPU seconds of a batch, with the adapters dealt out to it in turn."""
+        """Return wall and CPU seconds of a batch whose sequences use the adapters in turn."""
         prompts = [[self._rng.randrange(5, MODEL.vocab_size) for _ in range(PROMPT)] for _ in range(BATCH)]
         requests = [
             replace(bare.make_request(next(self._request_ids), ids, max_tokens=OUTPUT), adapter=adapter)
@@ -96,7 +96,7 @@ class Bench:
 
 
 def compare(report: Report, bench: Bench, num_rounds: int) -> None:
-    """The goal is that of eight adapters."""
+    """Compare one and eight adapters with none; eight adapters have the goal."""
     kinds = {"none": [b""], "none again": [b""], "one": bench.identities[:1], "eight": bench.identities}
     arms = {name: partial(bench.seconds, adapters) for name, adapters in kinds.items()}
     interleave(arms, 1)  # warm

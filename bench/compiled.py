@@ -1,8 +1,7 @@
 """Compare torch.compile's linear kernels with ours in C++: python bench/compiled.py [--quick] [--json FILE].
 
-A matrix times a vector as torch.compile makes it beside ours, as decoding one sequence needs it. Nothing holds
-generated code to one order of sums for one row and for many, which the exact mode needs besides.
-"""
+Measured is a matrix times a vector, as in decoding one sequence. Nothing holds generated code to one order of sums for
+one row and for many, which the exact mode needs in addition."""
 
 if not __package__:  # started by its path
     from lib.as_module import run
@@ -20,7 +19,7 @@ from baton.engine.weights.forms import DenseWeight, IntWeight, Weight
 from bench.lib import limits
 from bench.lib.report import Report, finish, start
 
-NUM_OUT, NUM_IN, GROUP = 32768, 4096, 32  # larger than any cache at 4 bits too
+NUM_OUT, NUM_IN, GROUP = 32768, 4096, 32  # larger than any cache, at 4 bits too
 NUM_THREADS = 2
 
 
@@ -29,7 +28,8 @@ def bf16(values: Tensor, x: Tensor) -> Tensor:
 
 
 def int4(values: Tensor, scales: Tensor, x: Tensor) -> Tensor:
-    """values uint8 [out, in / 2], the even input in the low half, plus 8; scales fp32 [out, groups]."""
+    """Multiply `values` uint8 [out, in / 2], biased by 8 with the even input in the low half, and scales fp32 [out,
+    groups] by x."""
     even, odd = (part.unflatten(0, (-1, GROUP // 2)).float() for part in (x[0::2], x[1::2]))
     pairs = values.unflatten(1, (-1, GROUP // 2))
     sums = ((pairs & 15).float() - 8) * even + ((pairs >> 4).float() - 8) * odd
@@ -37,7 +37,8 @@ def int4(values: Tensor, scales: Tensor, x: Tensor) -> Tensor:
 
 
 def row(report: Report, name: str, weight: Weight, function: Callable[..., Tensor], *tensors: Tensor) -> None:
-    """GB/s of the bytes that ours holds; `function` of `tensors` and the vector computes the same."""
+    """Add a row in GB/s of the bytes that our weight holds; `function` of `tensors` and the vector computes the
+    same."""
     make, _ = choose("auto", True, torch.bfloat16)
     ours, x = make(weight, None), torch.randn(NUM_IN).bfloat16()
     compiled = torch.compile(function)

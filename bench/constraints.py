@@ -1,9 +1,8 @@
-"""Measure what a JSON schema costs a token: python bench/constraints.py [--quick] [--json FILE].
+"""Measure what a JSON schema costs per token: python bench/constraints.py [--quick] [--json FILE].
 
 One bare engine with the demo model writes the same number of tokens free and under a schema, in turn, at batch 1 and
-16; free against free beside it says what the machine's noise is. Wall time is what a client waits; CPU time is
-disturbed less by others on the machine.
-"""
+16; a second free run shows the machine's noise. Wall time is what a client waits; CPU time is less disturbed by other
+load on the machine."""
 
 if not __package__:  # started by its path
     from lib.as_module import run
@@ -41,7 +40,7 @@ PERSON = {
     "required": ["name", "age", "tags", "ok"],
     "additionalProperties": False,
 }
-# It does not end before max_tokens does.
+# A schema whose answers do not end before max_tokens.
 SCHEMA = Constraint("json_schema", json.dumps({"type": "array", "items": PERSON, "minItems": 500}))
 
 
@@ -52,7 +51,7 @@ class Prompts:
         self._engine, self._names, self._rng = engine, itertools.count(), random.Random(0)
 
     def decode(self, batch_size: int, constraint: Constraint | None) -> Decoded:
-        """Return one batch, all of whose answers have OUTPUT tokens."""
+        """Decode one batch whose answers all have OUTPUT tokens."""
         vocab_size = self._engine.spec.vocab_size
         prompts = [[self._rng.randrange(5, vocab_size) for _ in range(PROMPT)] for _ in range(batch_size)]
         requests = [replace(request, constraint=constraint) for request in greedy(self._names, prompts, OUTPUT, None)]
@@ -62,7 +61,7 @@ class Prompts:
 
 
 def compare(report: Report, prompts: Prompts, batch_size: int, num_rounds: int) -> None:
-    """Time of a token in a step, wall and CPU."""
+    """Compare the times of a token in a step, wall and CPU."""
 
     def arm(constraint: Constraint | None, name: str) -> Callable[[], float]:
         return lambda: 1e6 * getattr(prompts.decode(batch_size, constraint), name) / (OUTPUT - 1)
@@ -77,7 +76,7 @@ def compare(report: Report, prompts: Prompts, batch_size: int, num_rounds: int) 
 
 
 def compiling(report: Report, engine: Engine) -> None:
-    """What a schema that is seen for the first time takes before its first token."""
+    """Measure the time to the first token of a schema that is new to the engine."""
     vocabulary, taken = engine.grammars.vocabulary, []
     for _ in range(9):
         begun = time.perf_counter()

@@ -44,7 +44,7 @@ OPENVINO_GOAL = "ratio >= 1.0"
 
 @dataclass(frozen=True)
 class Goals:
-    """Against llama.cpp with its file of as many bits; empty: none. OpenVINO reads F16 where that is BF16."""
+    """Goals against llama.cpp with its file of as many bits; empty: none. OpenVINO reads F16 where that is BF16."""
 
     kind: str  # type of that file
     prefill: str
@@ -56,7 +56,7 @@ class Goals:
 
 
 DEMO = Path(__file__).resolve().parents[1] / "demo" / "target"
-PARTS = (*FORMS, "not-exact", "demo", "mixture")  # that --only names; a form with all its rows
+PARTS = (*FORMS, "not-exact", "demo", "mixture")  # names for --only; a form stands for all its rows
 
 AVX512_GOALS = {
     "bf16": Goals("BF16", "ratio >= 1.3", "ratio >= 1.05"),
@@ -93,17 +93,17 @@ class Bench:
         self, report: Report, quick: bool, peers: list[Peer], model: Shape, num_layers: int, goals: Mapping[str, Goals],
         limit_share: Mapping[str, str], batches: Sequence[int], kind: str = "",
     ):  # fmt: skip
-        """`kind`: of the model, in rows that are not of the Llama's."""
+        """Prepare a run. `kind`: of the model, in rows that are not the Llama's."""
         self._report, self._peers, self._num_layers, self._kind = report, peers, num_layers, kind
         self._goals, self._limit_share, self._batches = goals, limit_share, batches
         self._num_rounds, self._num_steps = (2, 6) if quick else (3, 16)
         self._spec = make_spec(model, num_layers, VOCAB_SIZE)
         self._transformers: Transformers | None = None
-        self._limits: dict[tuple[str, str], float] = {}  # (what, unit) -> the best seen
-        self._multipliers: dict[str, tuple[str, str]] = {}  # floats | ints -> which of them
+        self._limits: dict[tuple[str, str], float] = {}  # (what, unit) -> the best value so far
+        self._multipliers: dict[str, tuple[str, str]] = {}  # floats | ints -> their limit
 
     def _measure_limits(self) -> None:
-        """Measure again before every form: what disturbs one measurement does not disturb them all."""
+        """Measure the limits again before every form, so that one disturbance does not affect all of them."""
         found = {
             ("read sweep", "GB/s"): limits.read_bytes_per_s(),
             ("copy", "GB/s"): limits.copy_bytes_per_s(),
@@ -126,12 +126,12 @@ class Bench:
         return max(value for (_, unit), value in self._limits.items() if unit == "GB/s")
 
     def _multiply_limit(self, name: str, num_weights: int) -> float | None:
-        """Return the tokens/s at which these weights can be multiplied; None: unknown."""
+        """Return the tokens/s at which these weights can be multiplied; None if unknown."""
         which = self._multipliers.get("floats" if FORMS[name].bits == 16 else "ints")
         return None if which is None else self._limits[which] / (2 * num_weights)
 
     def form(self, name: str) -> None:
-        """All rows of one weight form."""
+        """Add all rows of one weight form."""
         self._measure_limits()
         goals, ours = self._goals[name], Ours(name, self._spec)
         self._memory(name, ours)
@@ -175,7 +175,7 @@ class Bench:
         self, row: str, num_tokens: int, arms: dict[str, Callable[[], float]], goals: Goals, goal: str,
         transformers_goal: str, limit: float | None = None,
     ) -> float:  # fmt: skip
-        """Tokens/s of every arm, ours against each; returns ours."""
+        """Compare the tokens/s of all arms with ours; return ours."""
         interleave(arms, 1)  # warm
         found = {arm: num_tokens / seconds for arm, seconds in medians(interleave(arms, self._num_rounds)).items()}
         llama_cpp = found.get(LLAMA_CPP)
@@ -199,7 +199,7 @@ class Bench:
         )
 
     def not_exact(self) -> None:
-        """bf16 with the kernel that batch invariance refuses, against ours in bf16."""
+        """Compare bf16 in the kernel that batch invariance rules out with ours in bf16."""
         exact, fast = Ours("bf16", self._spec), Ours("bf16", self._spec, linear="fast", batch_invariant=False)
         for row, num_tokens, measure in (
             (f"prefill {PROMPT}", PROMPT, lambda arm: arm.prefill_s(PROMPT)),
@@ -213,7 +213,7 @@ class Bench:
             self._report.add(name, num_tokens / found["fast"], "tokens/s", against=num_tokens / found["exact"])
 
     def demo(self) -> None:
-        """The demo model, alone with one request."""
+        """Measure the demo model with one request at a time."""
         arm = Arm(bare.load_engine(DEMO, max_model_len=1024, num_blocks=64))
         arms = {"demo": lambda: arm.step_s(1, SHORT_PROMPT, 256), "A/A": lambda: arm.step_s(1, SHORT_PROMPT, 256)}
         interleave(arms, 1)
@@ -222,7 +222,7 @@ class Bench:
         self._report.add("demo model: TPOT: A/A", found["A/A"], "ms", against=found["demo"])
 
     def best_transformers(self) -> None:
-        """bf16 or fp32, whichever reads a prompt faster; it stays for the rows that want it."""
+        """Choose bf16 or fp32 for transformers, whichever reads a prompt faster; later rows use the choice."""
         found = {}
         for dtype in (torch.float32, torch.bfloat16):
             model = Transformers(self._num_layers, dtype)
@@ -236,7 +236,8 @@ class Bench:
         self._transformers = found["model"]
 
     def overhead(self) -> None:
-        """A step of an engine with as many layers and next to no weights is Python, scheduling and call overhead."""
+        """Measure a step of an engine with as many layers and nearly no weights: Python, scheduling and call
+        overhead."""
         tiny, ours = (
             Ours("bf16", make_spec(replace(LLAMA, hidden_size=64, ffn_size=64), self._num_layers, 256)),
             Ours("bf16", self._spec),
@@ -256,7 +257,7 @@ def kind_for(peer: Peer, goals: Goals) -> str:
 
 
 def gemv_bytes_per_s() -> float:
-    """Measure bytes per second of an int8 product whose weights are larger than any cache."""
+    """Return the bytes per second of an int8 product whose weights are larger than any cache."""
     num_out, num_in = 65536, 4096
     values = torch.randint(-127, 128, (num_out, num_in), dtype=torch.int8)
     make, _ = choose("auto", True, torch.bfloat16)
@@ -266,7 +267,7 @@ def gemv_bytes_per_s() -> float:
 
 
 def measure(report: Report, quick: bool, parts: Collection[str], folder: Path) -> None:
-    """All rows of the Llama and of the demo model."""
+    """Add all rows of the Llama and of the demo model."""
     num_layers = QUICK_LAYERS if quick else LLAMA.num_layers
     peers = open_peers(folder, num_layers)
     if not peers:
@@ -291,7 +292,7 @@ def measure(report: Report, quick: bool, parts: Collection[str], folder: Path) -
 
 
 def measure_mixture(report: Report, quick: bool, folder: Path) -> None:
-    """The rows of the mixture: `weights read` are those of the experts that a token meets, and of all else."""
+    """Add the rows of the mixture; `weights read` are the experts that a token uses, and everything else."""
     num_layers = QUICK_LAYERS if quick else MIXTURE.num_layers
     peers = open_mixture_peers(folder, num_layers)
     try:

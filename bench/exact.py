@@ -35,7 +35,7 @@ class Arm:
         self._request_ids = map(str, itertools.count())
 
     def tokens_per_s(self, batch_size: int, num_prompt: int, num_output: int) -> float:
-        """Prompt and output tokens over the time from submit to the last ending."""
+        """Return prompt and output tokens over the time from submit to the last end."""
         vocab_size = self._engine.spec.vocab_size
         prompts = [[self._rng.randrange(5, vocab_size) for _ in range(num_prompt)] for _ in range(batch_size)]
         requests = [bare.make_request(next(self._request_ids), ids, max_tokens=num_output) for ids in prompts]

@@ -1,11 +1,9 @@
-"""A fleet beyond any machine at hand: python bench/fleet.py [--trace FILE] [--quick] [--json FILE].
+"""A fleet larger than any machine at hand: python bench/fleet.py [--trace FILE] [--quick] [--json FILE].
 
-1,000 workers and 100 gateways (64 and 8 with --quick) serve a trace in simulated time, as many copies of it as keep
-half of the prefill workers busy; see simulation/live_fleet.py for what is modelled. Meanwhile a twentieth of the
-workers die, Redis fails over, and a tenth of the workers are replaced by a version that fails everything. Then the
-scaler follows a load that doubles and falls. Routing, admission, queues, breakers and the scaler's decisions are the
-product's own.
-"""
+1,000 workers and 100 gateways (64 and 8 with --quick) serve a trace in simulated time, in as many copies as keep half
+of the prefill workers busy; simulation/live_fleet.py says what is modelled. Meanwhile a twentieth of the workers die,
+Redis fails over, and a tenth of the workers are replaced by a version that fails everything. Then the scaler follows a
+load that doubles and falls. Routing, admission, queues, breakers and the scaler's decisions are the product's own."""
 
 if not __package__:  # started by its path
     from lib.as_module import run
@@ -40,7 +38,7 @@ def fault(
     sizes: tuple[int, int],
     begin: Callable[[LiveFleet, float], float],
 ) -> None:
-    """Serve the trace with one fault in its middle. `begin(fleet, at_s)` schedules it and returns when it is over."""
+    """Serve the trace with one fault in its middle. `begin(fleet, at_s)` schedules it and returns when it ends."""
     num_workers, num_gateways = sizes
     fleet, at_s, last_s = (
         LiveFleet(num_workers, num_gateways, Machine(), SLO),
@@ -84,7 +82,8 @@ def rollout_goes_bad(fleet: LiveFleet, at_s: float) -> float:
 
 
 def scaled(report: Report, num_gateways: int, rate: float) -> None:
-    """The scaler with a fleet that starts too large: a load that doubles at once, and falls to a tenth."""
+    """Measure the scaler with a fleet that starts too large, under a load that doubles suddenly and falls to a
+    tenth."""
 
     def rate_at(second: float) -> float:
         return rate if second < 900 else 2 * rate if second < 1800 else rate / 10

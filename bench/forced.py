@@ -1,10 +1,9 @@
 """Measure the cost of speculation at given acceptance: python bench/forced.py [--quick] [--json FILE].
 
-The proposer knows the answers and tells each token of them with a given probability, at no cost of its own; so what is
-measured is verification, by acceptance, width and batch. On a CUDA device with Llama-3.1-8B's shape and random weights,
-else with the demo model on the CPU. `against` is plain decoding of the same prompts, `limit` what it would be if a
-verifying step took no longer than a plain one.
-"""
+The proposer knows the answers and proposes each token correctly with a given probability, at no cost; so verification
+is measured, by acceptance, width and batch. It runs Llama-3.1-8B's shape with random weights on a CUDA device, else the
+demo model on the CPU. `against` is plain decoding of the same prompts, `limit` what speculation would reach if a
+verifying step took no longer than a plain one."""
 
 if not __package__:  # started by its path
     from lib.as_module import run
@@ -42,7 +41,7 @@ def load(proposer: ForcedProposer) -> Engine:
 
 
 class Runs:
-    """Batches of one engine. Answers are greedy, so that plain decoding tells what to propose."""
+    """Batches of one engine. Answers are greedy, so plain decoding tells what to propose."""
 
     def __init__(self):
         self.proposer = ForcedProposer({}, 0.0, 0)
@@ -55,7 +54,7 @@ class Runs:
         return ids.tolist()
 
     def run(self, prompts: Sequence[Sequence[int]], width: int, answers: list[list[int]] | None = None):
-        """(tokens/s once all prompts were read, answers)."""
+        """Run a batch; return (tokens/s after all prompts were read, answers)."""
         requests = greedy(self._names, prompts, OUTPUT, width)
         if answers is not None:
             names = [(request.key.request_id, 0) for request in requests]

@@ -1,10 +1,9 @@
 """Measure the cost of the gateway itself: python bench/gateway.py [--quick] [--json FILE] [--only PART ...].
 
-Real gateways between real gRPC clients and a worker that computes nothing (processes/stub_worker.py). The gateway has
-one core, worker and clients another one. Prompts are 256 token ids. A token's way is measured from the step that made
-it to the client that reads it. `against` is a bare grpc.aio server in the gateway's place that writes ready messages,
-as many and as large (processes/loadgen_stub.py): what this machine takes for the gRPC alone.
-"""
+Real gateways run between real gRPC clients and a worker that computes nothing (processes/stub_worker.py). The gateway
+has one core, worker and clients another one. Prompts are 256 token ids. The delay of a token is measured from its step
+to the client that reads it. `against` is a bare grpc.aio server in the gateway's place that writes as many prepared
+messages of the same size (processes/loadgen_stub.py): the cost of gRPC alone on this machine."""
 
 if not __package__:  # started by its path
     from lib.as_module import run
@@ -34,17 +33,17 @@ MODEL = ROOT / "demo" / "target"
 CORES = sorted(os.sched_getaffinity(0))
 PARTS = ("ttft", "tokens", "processes", "refusals", "streams")
 RATE = 100
-OUTPUT, QUICK_OUTPUT = 400, 200  # tokens of a stream that is not
-HELD_OUTPUT = 1700  # of one that is to stay open, one a second
+OUTPUT, QUICK_OUTPUT = 400, 200  # tokens of a short-lived stream
+HELD_OUTPUT = 1700  # tokens of a stream that should stay open, at one a second
 
 
 def pinned(core: int, argv: Sequence[str]) -> list[str]:
-    """A whole process with all its threads on one core, where there are several."""
+    """Return a command that runs on one core with all its threads, if there are several cores."""
     return ["taskset", "-c", str(CORES[core % len(CORES)]), *argv] if len(CORES) > 1 else list(argv)
 
 
 class Fleet:
-    """A stub worker and gateways before it."""
+    """A stub worker and the gateways in front of it."""
 
     def __init__(self, folder: Path, num_gateways: int, worker_options: Sequence[str], gateway_options: Sequence[str]):
         self._folder, self.log = folder, folder / "steps.json"
@@ -65,7 +64,7 @@ class Fleet:
         argv += ["--max-concurrent-requests", "4096", "--log-level", "warning", *gateway_options]
         self.gateways = [Process(f"gateway{n}", pinned(0, argv), folder) for n in range(num_gateways)]
         self.targets = [gateway.ready()["grpc"] for gateway in self.gateways]
-        self.step_times: list[float] = []  # of the worker, once it has stopped
+        self.step_times: list[float] = []  # of the worker, after it has stopped
 
     def stop(self) -> None:
         for process in (*self.gateways, self.worker):
@@ -91,7 +90,7 @@ def fleet(
 
 @contextmanager
 def bare(num_messages: int, step_ms: float = 0.0, num_tokens: int = 1) -> Iterator[tuple[str, psutil.Process]]:
-    """The server that only writes: its address, and the process."""
+    """Run the server that only writes; yield its address and process."""
     argv = [sys.executable, "-m", "bench.processes.loadgen_stub", *map(str, (num_messages, step_ms, num_tokens))]
     with tempfile.TemporaryDirectory() as folder:
         stub = Process("stub", pinned(0, argv), Path(folder))
@@ -116,7 +115,7 @@ def clients(targets: Sequence[str], what: str, number: float, seconds: float, ou
 
 
 def seen(process: subprocess.Popen) -> dict:
-    """Return the clients' report at their end. Raises RuntimeError where a request failed."""
+    """Return the clients' report at their end. Raises RuntimeError if a request failed."""
     out, _ = process.communicate(timeout=1800)
     found = json.loads(out.splitlines()[-1])
     if found["failed"]:
@@ -128,7 +127,7 @@ def seen(process: subprocess.Popen) -> dict:
 
 
 def ttft(report: Report, is_quick: bool) -> None:
-    """Against the same client and a server that answers by itself, in turn."""
+    """Compare with the same client and a server that answers itself, in turn."""
     seconds, rounds = (2, 1) if is_quick else (10, 3)
     ttft_s: dict[str, list[float]] = {"alone": [], "through": []}
     spent_s = dict.fromkeys(ttft_s, 0.0)
@@ -150,24 +149,24 @@ def ttft(report: Report, is_quick: bool) -> None:
 
 
 def steady(found: dict) -> list[tuple[int, float]]:
-    """Tokens that came while all streams were open."""
+    """Return the tokens that came while all streams were open."""
     begin, end = found["steady"]
     return [(token_id, at) for token_id, at in found["arrivals"] if begin <= at < end]
 
 
 def delays(found: dict, step_times: Sequence[float]) -> list[float]:
-    """Seconds from a token's step to its client."""
+    """Return the seconds from each token's step to its client."""
     late = []
     for token_id, at in steady(found):
         newest = bisect.bisect_right(step_times, at) - 1
         number = newest - (newest - (token_id - FIRST_ID)) % NUM_IDS
-        if token_id != FIRST_ID and number >= 0:  # which is also the id of first tokens
+        if token_id != FIRST_ID and number >= 0:  # the id of first tokens equals one of these
             late.append(at - step_times[number])
     return late
 
 
 def tokens(report: Report, is_quick: bool) -> None:
-    """Steps of 10 ms: as many tokens as streams times 100 a second are made."""
+    """Measure with steps of 10 ms, in which 100 tokens per second and stream are made."""
     seconds, output = (2, QUICK_OUTPUT) if is_quick else (20, OUTPUT)
     for num_streams in (64, 256):
         with fleet() as made:
@@ -191,7 +190,7 @@ def tokens(report: Report, is_quick: bool) -> None:
 
 
 def bare_message_us(num_streams: int, num_tokens: int, seconds: float, output: int) -> float:
-    """CPU that a message takes where nothing but gRPC is at work, requests included."""
+    """Return the CPU time of a message if only gRPC is at work, requests included."""
     with bare(output // num_tokens, 10.0 * num_tokens, num_tokens) as (address, process):
         before = cpu_s(process)
         found = seen(clients([address], "closed", num_streams, seconds, output))
@@ -200,8 +199,8 @@ def bare_message_us(num_streams: int, num_tokens: int, seconds: float, output: i
 
 
 def processes(report: Report, is_quick: bool) -> None:
-    """Four gateways on one core: with four times the streams of one, and with the same ones divided among them, when
-    a step's message from the worker carries a quarter."""
+    """Measure four gateways on one core: with four times the streams of one, and with the same streams divided among
+    them, when a step's message from the worker carries a quarter."""
     seconds, rounds, output = (2, 1, QUICK_OUTPUT) if is_quick else (6, 3, OUTPUT)
     cost: dict[tuple[int, int], list[float]] = {(1, 16): [], (4, 64): [], (1, 64): []}
     for number in range(rounds):
@@ -221,7 +220,7 @@ def processes(report: Report, is_quick: bool) -> None:
 
 
 def refusals(report: Report, is_quick: bool) -> None:
-    """Measure refusals: a worker that is full, and no request may wait."""
+    """Measure refusals by a gateway whose worker is full and where no request may wait."""
     with fleet(worker=("--full",), gateway=("--max-queued-requests", "0")) as made:
         before = made.cpu_s
         found = seen(clients(made.targets, "rate", 200, 2 if is_quick else 15, 8))
@@ -234,7 +233,7 @@ def refusals(report: Report, is_quick: bool) -> None:
 
 
 def streams(report: Report, is_quick: bool) -> None:
-    """Streams that stay open and get a token a second."""
+    """Measure streams that stay open and get a token a second."""
     number, held_s = (300, 2) if is_quick else (2000, 240)
     with bare(HELD_OUTPUT, 1000.0) as (address, process):
         alone, _, _ = held([address], process, number, 1)
@@ -249,8 +248,8 @@ def streams(report: Report, is_quick: bool) -> None:
 
 
 def held(targets: Sequence[str], process: psutil.Process, number: int, seconds: float) -> tuple[float, float, dict]:
-    """Bytes that the process takes for a stream, how many it has grown while they were open, what the clients saw."""
-    first = opened(targets, 100, 3600)  # what is loaded with the first ones is not theirs, and theirs is not free again
+    """Return the bytes per stream that the process takes, its growth while they were open, and the clients' report."""
+    first = opened(targets, 100, 3600)  # the first streams load modules, and free memory that later ones reuse
     before = process.memory_info().rss
     holding = opened(targets, number, seconds)
     taken = process.memory_info().rss
@@ -262,7 +261,7 @@ def held(targets: Sequence[str], process: psutil.Process, number: int, seconds: 
 
 
 def opened(targets: Sequence[str], number: int, seconds: float) -> subprocess.Popen:
-    """Clients that hold streams open, once they are."""
+    """Start clients that hold streams open; return once the streams are open."""
     holding = clients(targets, "held", number, seconds, HELD_OUTPUT)
     if holding.stdout.readline().strip() != "open":
         raise RuntimeError("not every stream was opened")

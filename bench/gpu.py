@@ -44,7 +44,7 @@ class Bench:
         self._num_steps = 20 if quick else 64
 
     def decode(self) -> None:
-        """Batch 1: bf16 against the copy bandwidth, other forms against it."""
+        """Measure batch 1: bf16 against the copy bandwidth, other forms against bf16."""
         forms = ("bf16", "int4-g128") if self._quick else gpu_arms.FORMS
         bf16_s = None
         for form in forms:
@@ -70,7 +70,7 @@ class Bench:
         ours.close()
 
     def kv(self) -> None:
-        """Context 8k, batch 64: the KV is most of what is read."""
+        """Measure context 8k at batch 64, where KV is most of what a step reads."""
         bf16_s = None
         for form in ("bf16", "int8") if self._quick else ("bf16", *KV_GOALS):
             ours = self._ours("bf16", kv=form, max_num_seqs=64, context=LONG_CONTEXT + 512)
@@ -102,7 +102,7 @@ class Bench:
             ours.close()
 
     def overhead(self) -> None:
-        """Everything around the graph: scheduling, inputs, sampling, results."""
+        """Measure everything around the graph: scheduling, inputs, sampling, results."""
         for name, sizes, goal in (("8B", gpu_arms.LLAMA_8B, "1.03"), ("0.6B", gpu_arms.QWEN_600M, "1.15")):
             ours = gpu_arms.Ours("bf16", self._device, sizes, context=2048)
             if not ours.launcher.num_graphs:
@@ -148,7 +148,8 @@ class Bench:
             )
 
     def interfere(self) -> None:
-        """Decode here, prompts of 8k in another process on the same GPU: on all of its multiprocessors, on a share."""
+        """Decode here while another process on the same GPU reads prompts of 8k, on all multiprocessors and on a
+        share."""
         print(f"Multi-Process Service: {'runs' if gpu_interference.has_mps() else 'not here, processes take turns'}")
         self._interfere("", None)
         share = gpu_interference.PREFILL_SHARE
@@ -167,7 +168,7 @@ class Bench:
         self._report.add(row, found.loaded_prefill, "tokens/s", against=found.solo_prefill, goal="ratio >= 0.6")
 
     def peers(self) -> None:
-        """Their rates over ours, in the same run."""
+        """Compare the peers' rates with ours, in the same run."""
         peers = gpu_peers.installed()
         for name, why in gpu_peers.missing().items():
             print(f"{name}: not measured, {why}")
@@ -206,7 +207,7 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    # Only now: they import the engine, and a machine without a GPU is to get its error at once.
+    # Imported late: these load the engine, and a machine without a GPU should get its error immediately.
     from bench.arms import gpu_arms, gpu_interference, gpu_peers
 
     sys.exit(main())

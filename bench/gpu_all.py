@@ -1,11 +1,10 @@
-"""Everything that waits for a GPU, in order: python bench/gpu_all.py FOLDER [--only JOB ...] [--quick].
+"""Everything that needs a GPU, in order: python bench/gpu_all.py FOLDER [--only JOB ...] [--quick].
 
-`baton doctor --gpu` comes before it, and what that covers is not done again here. Correctness first, then every part of
-bench/gpu.py, then the handoff. Each job is a process of its own that is ended after --limit-s, so that a host that
-grants ten minutes at a time can be given the jobs one by one; FOLDER gets JOB.txt, what it printed, and JOB.json, its
-rows. Ends with the number of jobs that did not end with 0 (a bench that missed a goal ends with 1); without a CUDA
-device with 2 and one line.
-"""
+Run `baton doctor --gpu` first; what it covers is not repeated here. Correctness comes first, then every part of
+bench/gpu.py, then the handoff. Each job is a process with a time limit (--limit-s), so a host that grants ten minutes
+at a time can run the jobs one by one. FOLDER gets JOB.txt, a job's output, and JOB.json, its rows. The exit status is
+the number of jobs that did not end with 0 (a bench that missed a goal ends with 1); without a CUDA device it is 2,
+after one line."""
 
 if not __package__:  # started by its path
     from lib.as_module import run
@@ -27,7 +26,7 @@ TESTS = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "--basetemp")
 
 
 def jobs(folder: Path, quick: bool) -> dict[str, list[str]]:
-    """Name -> arguments of python. Kernels also run compiled: their suites take the GPU where there is one."""
+    """Return the arguments of python for each job. Kernel tests run compiled if there is a GPU."""
     kernels = [
         "tests/engine/models/test_gpu_layers.py", "tests/engine/kernels/test_grouped.py",
         "tests/engine/kernels/test_low_rank.py", "tests/engine/recurrent/test_gpu_mixers.py",
@@ -48,7 +47,7 @@ def jobs(folder: Path, quick: bool) -> dict[str, list[str]]:
 
 
 def run(name: str, arguments: list[str], folder: Path, limit_s: int) -> int:
-    """Its exit status; 124 where it took too long."""
+    """Run a job and return its exit status; 124 if it took too long."""
     with open(folder / f"{name}.txt", "w") as out:
         try:
             done = subprocess.run(

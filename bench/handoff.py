@@ -1,9 +1,9 @@
 """The handoff: KV at the speed of the machine, hidden behind prefill. python bench/handoff.py [--quick] [--json FILE]
 [--only PART].
 
-First every transport against a bare copy by the same means, in the same two processes, in turn. Then two workers
-against one: what a client waits between its first token and its second, for the same prompts split and whole.
-"""
+First every transport is compared with a bare copy by the same means, in the same two processes, in turn. Then two
+workers are compared with one: the client's wait between its first and second token, for the same prompts split and
+whole."""
 
 if not __package__:  # started by its path
     from lib.as_module import run
@@ -46,12 +46,12 @@ from kvtransfer.wire import Range
 from tests.support.stack import Stack
 
 KIB, MIB = 1 << 10, 1 << 20
-# Counts by block bytes.
+# Counts of blocks by their bytes.
 SIZES = {64 * KIB: (1, 64, 1024), MIB: (1, 64, 256), 2 * MIB: (1, 32, 128), 8 * MIB: (1, 8, 32)}
 QUICK_SIZES = {64 * KIB: (1, 512), 2 * MIB: (32,)}
-NOISE = 0.10  # between two bare copies: beyond it a rate says nothing
-RATED_BYTES = 32 * MIB  # below it a transfer is mostly its dialogue, and the row tells milliseconds
-# 101 M parameters, of which the vocabulary's three quarters cost no prefill time; KV 4 KiB a token.
+NOISE = 0.10  # between two bare copies: if they differ more, a rate says nothing
+RATED_BYTES = 32 * MIB  # below this size a transfer is mostly its dialogue, and the row is in milliseconds
+# 101 M parameters, three quarters of them the vocabulary's, which costs no prefill time; KV of 4 KiB per token.
 MODEL = ModelConfig(98_304, 768, 2_048, num_layers=4, num_heads=12, num_kv_heads=4, head_dim=64, max_length=4_096)
 PROMPT = 2_048
 NUM_PAIRS = 300
@@ -79,7 +79,7 @@ def payload(report: Report, runner: asyncio.Runner, sizes: dict[int, tuple[int, 
 
 
 def _descriptors(report: Report, pair: Pair, block_bytes: int, count: int) -> None:
-    """Blocks scattered on both sides, as a pool in use has them, and side by side, as a fresh one has them."""
+    """Measure blocks that are scattered on both sides, as in a used pool, and adjacent, as in a fresh one."""
     moved = Range(0, count * BLOCK_TOKENS, 0, pair.layout.groups[0].num_layers)
     ids = [np.array(scattered(pair.num_blocks, count, seed)) for seed in (1, 2)]
     fresh = np.arange(count)
@@ -91,7 +91,7 @@ def _descriptors(report: Report, pair: Pair, block_bytes: int, count: int) -> No
 
 
 def _rate(report: Report, pair: Pair, transport: str, block_bytes: int, count: int, num_rounds: int) -> None:
-    """The whole fetch, from the handle in hand to the last block verified, over the bare copy."""
+    """Compare the whole fetch, from the received handle to the last verified block, with the bare copy."""
     num_bytes = count * block_bytes
     pair.fetch(transport, "sum", count)
     pair.check(count)
@@ -122,7 +122,7 @@ def _rate(report: Report, pair: Pair, transport: str, block_bytes: int, count: i
 
 
 def _counting(pair: Pair, cpu_s: dict[str, float], arm: str, call: Callable[[], float]) -> Callable[[], float]:
-    """Return `call` with the CPU time of its process and the source's added to cpu_s[arm]."""
+    """Return `call` wrapped to add the CPU time of its process and of the source to cpu_s[arm]."""
 
     def counted() -> float:
         before = pair.cpu_s
@@ -142,7 +142,7 @@ def _size(num_bytes: int) -> str:
 
 class Answer(NamedTuple):
     ttft_s: float
-    gap_s: float  # first token to second: what of the handoff the client sees, and one step
+    gap_s: float  # first token to second: the visible part of the handoff, and one step
     is_split: bool
 
 
@@ -167,7 +167,7 @@ class Client:
 
 
 def make_model(folder: Path) -> Path:
-    """Random, of MODEL's shape; a small tokenizer, since prompts are token ids."""
+    """Write a random model of MODEL's shape with a small tokenizer, since prompts are token ids."""
     torch.manual_seed(0)
     model = Llama(MODEL)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
@@ -201,7 +201,7 @@ def _compare(report: Report, split: Client, whole: Client, num_pairs: int) -> No
         arms = [("split", split), ("whole", whole)]
         for name, client in arms if index % 2 else reversed(arms):
             answer = client.ask(prompt_ids)
-            if index >= 0:  # what came before warmed up
+            if index >= 0:  # earlier ones warmed up
                 found[name].append(answer)
     if not all(answer.is_split for answer in found["split"]):
         raise RuntimeError("a request of the split arm was not handed over")
@@ -225,7 +225,7 @@ def _compare(report: Report, split: Client, whole: Client, num_pairs: int) -> No
 
 
 def _digest_s() -> float:
-    """Seconds that both sides spend on the sums of one prompt, beyond copying it."""
+    """Return the seconds that both sides spend on the digests of one prompt, in addition to copying it."""
     layout = KVLayout((KVGroup("paged", MODEL.num_layers, MODEL.num_kv_heads, MODEL.head_dim, "bf16", BLOCK_TOKENS),))
     ids, moved = np.arange(PROMPT // BLOCK_TOKENS), Range(0, PROMPT, 0, MODEL.num_layers)
     memory = BlockMemory(np.ones(len(ids) * layout.block_bytes, np.uint8), layout)
@@ -238,7 +238,7 @@ def _digest_s() -> float:
 
 
 def _differences(ours: list[Answer], theirs: list[Answer]) -> list[float]:
-    """Milliseconds, pair by pair, in order of size."""
+    """Return the differences of the pairs in milliseconds, sorted."""
     return sorted((a.gap_s - b.gap_s) * 1e3 for a, b in zip(ours, theirs, strict=True))
 
 
@@ -252,7 +252,7 @@ def main() -> int:
     )
     quick = arguments.quick
     if "payload" in arguments.only:
-        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:  # as workers have it
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:  # as workers do
             payload(report, runner, QUICK_SIZES if quick else SIZES, 3 if quick else 9)
     if "hidden" in arguments.only:
         with tempfile.TemporaryDirectory() as name:

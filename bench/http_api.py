@@ -1,9 +1,9 @@
-"""Measure what the HTTP API costs beside gRPC: python bench/http_api.py [--quick] [--json FILE] [--only PART ...].
+"""Measure what the HTTP API costs compared with gRPC: python bench/http_api.py [--quick] [--json FILE] [--only PART
+...].
 
-One gateway serves both, before a worker that computes nothing, and clients of both come in turn: gRPC, HTTP, gRPC
-again, whose distance from the first is the noise. All send the same load. Prompts are 256 token ids; an HTTP stream
-carries token ids too.
-"""
+One gateway with a worker that computes nothing serves both, and clients of both take turns: gRPC, HTTP, gRPC again,
+whose distance from the first is the noise. All send the same load. Prompts are 256 token ids; an HTTP stream carries
+token ids too."""
 
 if not __package__:  # started by its path
     from lib.as_module import run
@@ -25,7 +25,7 @@ Ask = Callable[[int, float, int], dict]
 
 
 def asks(made: Fleet) -> dict[str, Ask]:
-    """Return the way to ask the gateway, for each arm."""
+    """Return how to ask the gateway, for each arm."""
 
     def grpc(number: int, seconds: float, output: int) -> dict:
         return seen(clients(made.targets, "closed", number, seconds, output))
@@ -39,7 +39,7 @@ def asks(made: Fleet) -> dict[str, Ask]:
 
 
 def cpu(report: Report, is_quick: bool) -> None:
-    """CPU of the gateway for a token, requests included, while each stream gets 100 a second."""
+    """Measure the gateway's CPU time per token, requests included, at 100 tokens a second per stream."""
     number, seconds, rounds = (16, 2, 2) if is_quick else (64, 10, 5)
 
     with fleet(gateway=("--http", "127.0.0.1:0")) as made:
@@ -56,7 +56,7 @@ def cpu(report: Report, is_quick: bool) -> None:
 
 
 def ttft(report: Report, is_quick: bool) -> None:
-    """Time to the first token of one stream after another."""
+    """Measure the time to the first token of consecutive streams."""
     seconds, rounds = (1, 3) if is_quick else (4, 9)
 
     with fleet(step_ms=1.0, gateway=("--http", "127.0.0.1:0")) as made:
@@ -71,12 +71,12 @@ def ttft(report: Report, is_quick: bool) -> None:
 
 
 def streams(report: Report, is_quick: bool) -> None:
-    """Many streams at once: none fails, and all get their tokens."""
+    """Check that many concurrent streams all get their tokens."""
     number, seconds = (64, 2) if is_quick else (256, 15)
     with fleet(step_ms=50.0, gateway=("--http", "127.0.0.1:0")) as made:
         found = asks(made)[HTTP](number, seconds, 40)
     report.add(f"{number} streams over HTTP: TTFT, p50", 1e3 * statistics.median(found["ttft_s"]), "ms")
-    begin, end = found["steady"]  # answers that are still written then have tokens of another time
+    begin, end = found["steady"]  # answers that are still being written then have tokens outside this time
     num_tokens = sum(begin <= at < end for _, at in found["arrivals"])
     report.add(f"{number} streams over HTTP: tokens a second", num_tokens / (end - begin), "tokens/s")
 

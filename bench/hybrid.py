@@ -41,7 +41,7 @@ MIB = 1 << 20
 
 
 def load(folder: Path, family: str, hidden: int) -> Engine:
-    """Return an engine over a random model in bf16; heads have 64 elements."""
+    """Return an engine over a random model in bf16 with heads of 64 elements."""
     heads = hidden // 64
     changes = SIZES | dict(hidden_size=hidden, num_attention_heads=heads, num_key_value_heads=heads // 4)
     if family == "granite-4":
@@ -65,7 +65,7 @@ def read(engine: Engine, num_tokens: int, seed: int) -> float:
 
 
 def compare_lengths(report: Report, name: str, engine: Engine, rounds: int) -> None:
-    """Add a row for each length: microseconds of a token."""
+    """Add a row for each length, in microseconds per token."""
     read(engine, LENGTHS[0], 0)
     spent: dict[int, list[float]] = {length: [] for length in (*LENGTHS, 0)}
     for turn in range(rounds):

@@ -1,10 +1,9 @@
 """The prefix index at scale, in a real Redis: python bench/index.py [--quick] [--json FILE].
 
-Entries are written inside Redis by a script, in the form in which gateways write them; everything that is measured goes
-through the gateway's own index. 64 workers hold runs of 256 spans each, so one entry has one bit set and takes up to
-8 bytes of value; more workers with the same span make no further entries. 50 million entries are measured where the
-memory allows, at the number that it allows otherwise.
-"""
+A script inside Redis writes the entries in the gateways' format; everything measured goes through the gateway's own
+index. 64 workers hold runs of 256 spans each, so each entry has one bit set and a value of up to 8 bytes; more workers
+with the same span would add no entries. 50 million entries are measured if the memory allows, else as many as it
+allows."""
 
 if not __package__:  # started by its path
     from lib.as_module import run
@@ -32,14 +31,15 @@ from gateway.prefix.slot_leases import KV_TTL_S
 from gateway.prefix.worker_bitmap import NUM_SLOTS
 from tests.support.redis_server import RedisServer
 
-redis_index.BUDGET_S = 10.0  # every lookup is measured to its end; a gateway continues without after 50 ms
+# so that every lookup is measured to its end; a gateway continues without the index after 50 ms
+redis_index.BUDGET_S = 10.0
 NUM_WORKERS = 64
 RUN = 256  # spans of one lookup: 16,384 tokens
 SIZES = (1_000_000, 10_000_000, 50_000_000)
-CHUNK = 10_000  # of one script: requests while one runs for 5 s are answered BUSY
+CHUNK = 10_000  # per script: Redis answers BUSY to other requests after a script has run for 5 s
 UNKNOWN = [b"unknown" + i.to_bytes(25, "big") for i in range(RUN)]
-HEARTBEAT_S = 1.2  # of a gateway, and a little
-ENTRY_BYTES = 190  # reckoned with before it is measured, a growing table included
+HEARTBEAT_S = 1.2  # of a gateway, plus a little
+ENTRY_BYTES = 190  # estimate before the measurement, with a growing table
 _FILL = """
 for i = tonumber(ARGV[1]), tonumber(ARGV[2]) - 1 do
   local name = 'kv:' .. struct.pack('>I8I8', i * 40503, i)
@@ -50,7 +50,7 @@ end
 
 
 def span(i: int) -> bytes:
-    """The hash of entry i: the first 16 of its 32 bytes are its name, as the script spells it."""
+    """Return the hash of entry i. The first 16 of its 32 bytes are its name, as the script writes it."""
     return struct.pack(">QQ", i * 40503, i) + bytes(16)
 
 
@@ -64,7 +64,8 @@ def worker(n: int) -> bytes:
 
 @contextlib.asynccontextmanager
 async def gateway(server: RedisServer, num_workers: int) -> AsyncIterator[redis_index.RedisIndex]:
-    """The index of one gateway, the first on this Redis, whose workers have joined and hold their slots, in order."""
+    """Yield the index of one gateway, the first on this Redis, after its workers have joined and got their slots, in
+    order."""
     server.client.delete(
         *(b"baton:slot:%d" % n for n in range(NUM_SLOTS)), *(b"baton:writer:" + worker(n) for n in range(num_workers))
     )
@@ -75,7 +76,7 @@ async def gateway(server: RedisServer, num_workers: int) -> AsyncIterator[redis_
     running = asyncio.create_task(index.run())
     try:
         await _until(lambda: _slots_held(server, num_workers))
-        await asyncio.sleep(HEARTBEAT_S)  # the slots are read too
+        await asyncio.sleep(HEARTBEAT_S)  # until the slots are read too
         yield index
     finally:
         running.cancel()
@@ -87,7 +88,7 @@ async def _slots_held(server: RedisServer, num_workers: int) -> bool:
 
 
 async def _until(is_true: Callable[[], Awaitable[bool]], pause_s: float = 0.01) -> float:
-    """Seconds until it is."""
+    """Return the seconds until `is_true`."""
     began = time.perf_counter()
     async with asyncio.timeout(120):
         while not await is_true():
@@ -107,8 +108,8 @@ class Took(NamedTuple):
 
 
 async def looked_up(index: redis_index.RedisIndex, run: int, num_held: int) -> Took:
-    """What it took, of a prompt that differs behind that many spans. It must find its worker, and how many; where the
-    index does without Redis for a moment (on a busy machine its heartbeat comes late), it is asked again."""
+    """Return the time to look up a prompt that differs after `num_held` spans. The lookup must find the worker and the
+    number. It is repeated if the index pauses without Redis, as when its heartbeat is late on a busy machine."""
     hashes = spans(run)[:num_held] + UNKNOWN[num_held:]
     async with asyncio.timeout(120):
         while True:
@@ -122,7 +123,7 @@ async def looked_up(index: redis_index.RedisIndex, run: int, num_held: int) -> T
 
 
 def looked_up_bare(server: RedisServer, run: int) -> Took:
-    """All of a run by one MGET and a client that blocks, without a gateway around it."""
+    """Look up a whole run by one MGET of a blocking client, without a gateway."""
     names = [b"kv:" + value[:16] for value in spans(run)]
     began, cpu_began = time.perf_counter(), time.process_time()
     server.client.mget(names)
@@ -130,14 +131,14 @@ def looked_up_bare(server: RedisServer, run: int) -> Took:
 
 
 async def at_size(report: Report, server: RedisServer, num_entries: int, num_lookups: int, bytes_before: int) -> None:
-    """The arms take turns, so that the machine's noise falls on all alike."""
+    """Measure lookups of one index size. The arms take turns, so that the machine's noise affects all alike."""
     name = f"{num_entries / 1e6:.0f} M entries"
     num_bytes = server.client.info("memory")["used_memory"] - bytes_before
     report.add(f"{name}: memory of an entry", num_bytes / num_entries, "bytes")
     rng = random.Random(1)
     bare, seconds, again = arms = tuple[list[Took], ...]([] for _ in range(3))
     async with gateway(server, NUM_WORKERS) as index:
-        for i in range(-50, num_lookups):  # connections are made first
+        for i in range(-50, num_lookups):  # the first ones make connections
             runs, nums = ([rng.randrange(most) for _ in range(3)] for most in (num_entries // RUN, RUN))
             took = [looked_up_bare(server, runs[0])]
             took += [await looked_up(index, run, num + 1) for run, num in zip(runs[1:], nums, strict=False)]
@@ -156,7 +157,7 @@ async def at_size(report: Report, server: RedisServer, num_entries: int, num_loo
 
 
 async def writing(report: Report, server: RedisServer, num_spans: int) -> None:
-    """Index events of one worker through one gateway, and lookups of another run meanwhile."""
+    """Write index events of one worker through one gateway, with lookups of another run meanwhile."""
     async with gateway(server, 1) as index:
         fresh = [b"w%015d" % i + bytes(16) for i in range(num_spans)]
         server.client.delete(b"kv:" + fresh[-1][:16])
@@ -177,7 +178,7 @@ async def writing(report: Report, server: RedisServer, num_spans: int) -> None:
 
 
 async def after_a_flush(report: Report, server: RedisServer, num_workers: int, num_each: int) -> None:
-    """FLUSHALL under gateways that know what their workers hold."""
+    """Measure the recovery from FLUSHALL while gateways know what their workers hold."""
     async with gateway(server, num_workers) as index:
         held = {n: [b"%03d%013d" % (n, i) + bytes(16) for i in range(num_each)] for n in range(num_workers)}
         for n, mine in held.items():
@@ -202,7 +203,7 @@ async def after_a_flush(report: Report, server: RedisServer, num_workers: int, n
 
 
 async def of_the_dead(report: Report, server: RedisServer) -> None:
-    """A worker that restarted has another epoch: its old entries, whose slot is given up, name no worker."""
+    """Check that old entries of a worker that restarted with a new epoch, whose slot is free, name no worker."""
     async with gateway(server, 2) as index:
         hashes = [b"d%015d" % i + bytes(16) for i in range(RUN)]
         index.apply(worker(1), pb.BlockEvents(seq=0, snapshot=True, sealed=hashes))
@@ -212,14 +213,14 @@ async def of_the_dead(report: Report, server: RedisServer) -> None:
 
         await _until(is_found)
         index.drop(worker(1))
-        server.client.delete("baton:slot:1")  # as when its time is over
-        await asyncio.sleep(HEARTBEAT_S)  # the slots are read again
+        server.client.delete("baton:slot:1")  # as when its lease expires
+        await asyncio.sleep(HEARTBEAT_S)  # until the slots are read again
         found = await index.lookup(hashes)
     report.add("spans that still name a worker whose slot is given up", sum(found.values()), "spans", goal="value <= 0")
 
 
 def affordable(num_entries: int, filled: int) -> int:
-    """As many of them as half of the memory takes that was free before `filled` of them were, in whole runs."""
+    """Return as many entries, in whole runs, as take half of the memory that was free before `filled` of them."""
     free = psutil.virtual_memory().available + filled * ENTRY_BYTES
     return min(num_entries, free // 2 // ENTRY_BYTES) // RUN * RUN
 
@@ -241,7 +242,7 @@ def main() -> int:
             filled = num_entries
             uvloop.run(at_size(report, server, num_entries, num_lookups, bytes_before))
         uvloop.run(writing(report, server, 20_000 if arguments.quick else 200_000))
-        server.client.flushall(asynchronous=True)  # of 50 million entries it takes longer than a client waits
+        server.client.flushall(asynchronous=True)  # with 50 million entries it takes longer than a client waits
         num_each = 2_000 if arguments.quick else 20_000
         uvloop.run(after_a_flush(report, server, 16, num_each))
         uvloop.run(of_the_dead(report, server))

@@ -1,12 +1,11 @@
-"""How near each class of kernels comes to what its device could do: python bench/kernels.py [--quick] [--out FILE].
+"""How near each class of kernels comes to its device's limit: python bench/kernels.py [--quick] [--out FILE].
 
 Writes the file of efficiencies that `baton plan --efficiencies FILE` reads; baton/planning/measured/cpu.json is one.
-Measured are whole layers and the head of two models, the shipped one and one of random weights with layers ten times as
-large: steps of many short sequences are linear layers, what a longer context adds is attention. Each by weights from
-memory, turn by turn of as many copies as no cache holds, and where they fit by weights that stay in the cache. What
-counts is CPU time: on one thread that is what a kernel takes on a core of its own. Costs of the host are what an idle
-stack takes beyond that.
-"""
+Whole layers and the output head of two models are measured, the shipped one and one with random weights and layers ten
+times as large. Steps of many short sequences give the linear layers; what a longer context adds is attention. Each is
+measured with weights from memory, cycling through more copies than any cache holds, and, if they fit, with weights that
+stay in the cache. CPU time counts: on one thread it is what a kernel takes on a core of its own. Costs of the host are
+what an idle stack takes in addition."""
 
 if not __package__:  # started by its path
     from lib.as_module import run
@@ -57,12 +56,12 @@ FORMS = ("none", "int8", "int4-g32")
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 SHORT, CONTEXTS = 16, (256, 1024, 1984)
 THREADS, ROUNDS = 1, 9
-NOISE = 1.1  # a step that takes less of another's time cannot be told from it
+NOISE = 1.1  # a smaller ratio of two steps cannot be told from noise
 
 
 class Layers:
-    """A model of one form and a pool, and the seconds of its steps: loaded once, or as often as it takes to be read
-    from memory (`is_cached`: not)."""
+    """A model of one form, its pool, and the seconds of its steps. It is loaded once, or as often as reading it from
+    memory needs (`is_cached` False)."""
 
     def __init__(self, folder: Path, form: str, device: Device, is_cached: bool, num_rounds: int):
         spec = read_spec(folder)
@@ -92,7 +91,7 @@ class Layers:
 
     @torch.inference_mode()
     def head_s(self, num_rows: int) -> float:
-        """Return the seconds of the head, behind the layers of its step."""
+        """Return the seconds of the output head after the layers of its step."""
         before = _batch([(1, SHORT)], self._pool.num_blocks, 0)
         rows = torch.zeros(num_rows, self.roofs.spec.hidden_size, dtype=torch.bfloat16)
 
@@ -112,7 +111,7 @@ class Layers:
     def _linear_points(self) -> Iterator[Point]:
         for rows in ROWS:
             best_s, _ = self.roofs.linear_s(rows, self.is_cached)
-            # Few sequences, or what each costs by itself would count: prompts that are read have many tokens of one.
+            # Few sequences, or the cost of each would count: prompts have many tokens per sequence.
             pieces = [(1, SHORT)] * rows if rows < 64 else [(32, 32)] * (rows // 32)
             yield self._point("linear", self.form, self.roofs.layer_bytes, rows, best_s / self.hidden_s(pieces))
 
@@ -122,8 +121,8 @@ class Layers:
             yield self._point("head", self.roofs.head_form, self.roofs.head_bytes, rows, best_s / self.head_s(rows))
 
     def _attention_points(self) -> Iterator[Point]:
-        """Those whose part of the step is larger than its noise; of weights in the cache only what decodes, since
-        prompts are bound by products."""
+        """Yield the points whose share of the step exceeds its noise. With cached weights only decoding is measured,
+        since prompts are bound by compute."""
         roofs = self.roofs
         for context in CONTEXTS:
             size = context * roofs.kv_token_bytes
@@ -139,7 +138,7 @@ class Layers:
                     yield self._point("prefill_attention", "*", size, rows, best_s / seconds)
 
     def _more_s(self, short: Sequence[tuple[int, int]], long: Sequence[tuple[int, int]]) -> float:
-        """Return by how much one step takes longer than the other; 0: not by more than the noise."""
+        """Return how much longer the long step takes; 0 if not more than the noise."""
         short_s, long_s = self.hidden_s(short), self.hidden_s(long)
         return long_s - short_s if long_s > NOISE * short_s else 0.0
 
@@ -162,7 +161,7 @@ def _cpu_s(action: Callable[[], object]) -> float:
 
 
 def _batch(pieces: Sequence[tuple[int, int]], num_blocks: int, number: int) -> ForwardBatch:
-    """Every sequence has blocks of its own, and other ones in each batch of another `number`, as far as there are
+    """Return a batch in which every sequence has its own blocks, others for each `number` as far as there are
     enough."""
     block_size, begin, seqs, positions, slots, rows = 32, 0, [], [], [], []
     taken = number * sum(-(-kv_len // block_size) for _, kv_len in pieces)
@@ -181,11 +180,11 @@ def _batch(pieces: Sequence[tuple[int, int]], num_blocks: int, number: int) -> F
     )
 
 
-# ---- what is not kernels ----
+# ---- costs outside kernels ----
 
 
 class _Asked(NamedTuple):
-    """Medians of one run, and the CPU seconds of gateway and client for a token."""
+    """Medians of one run, and the CPU seconds of gateway and client per token."""
 
     ttft_s: float
     tpot_s: float
@@ -196,7 +195,8 @@ _PROMPT, _OUTPUT, _APART_S = 64, 96, 0.2
 
 
 def host_costs(times: StepTimes, folder: Path, num_rounds: int) -> HostCosts:
-    """Ask an idle stack, one at a time and eight at once, on one worker and split over two. `times`: without a host."""
+    """Measure an idle stack with one and with eight concurrent requests, on one worker and split over two. `times` are
+    without host costs."""
     options = ("--threads", str(THREADS))
     found: dict[tuple[str, int], _Asked] = {}
     for split, num_prefill in (("never", 0), ("always", 1)):
@@ -217,8 +217,8 @@ def host_costs(times: StepTimes, folder: Path, num_rounds: int) -> HostCosts:
 
 
 def _asked(stack: Stack, runner: asyncio.Runner, concurrency: int, num_rounds: int, vocab_size: int) -> _Asked:
-    """Ask as many at once, for so many rounds behind one that warms up. One alone comes some time behind another, as
-    requests do: processes that slept take longer."""
+    """Ask `concurrency` requests at a time for `num_rounds` rounds after a warm-up. A single request comes some time
+    after the previous one, as in reality: processes that slept take longer."""
     sender, rng = runner.run(sending.connect(stack.target)), random.Random(0)
 
     def ask(rounds: int) -> list[Outcome]:
@@ -245,8 +245,8 @@ def measure(
     num_rounds: int,
     say: Callable[[str, Point], None] = lambda model, point: None,
 ) -> Efficiencies:
-    """Return the efficiencies of this machine by these models and forms, and the shipped one as the stack has it.
-    `folder` receives logs; each point is said when it is there, with the name of its model and form."""
+    """Return the efficiencies of this machine for these models and forms, with the shipped model as the stack serves
+    it. `folder` receives logs; each point is printed as it is measured, with model and form."""
     device, points = this_cpu(THREADS), []
     for model, forms in models:
         for form, is_cached in itertools.product(forms, (False, True)):
@@ -286,7 +286,7 @@ def main() -> int:
 
 
 def as_file(known: Efficiencies) -> str:
-    """Return the file of efficiencies, a point a line."""
+    """Return the file of efficiencies, one point a line."""
     head = {
         "device": known.name, "measured": True, "threads": known.threads, "bytes_per_s": known.bytes_per_s,
         "cache_bytes_per_s": known.cache_bytes_per_s, "flops_per_s": known.flops_per_s, "host": vars(known.host),

@@ -1,10 +1,9 @@
-"""From a naive server to all techniques on: python bench/ladder.py [--quick] [--json FILE].
+"""From a naive server to all techniques: python bench/ladder.py [--quick] [--json FILE].
 
-Each technique alone on the naive server, and added to those before it, on the same pool of KV bytes and the same
-requests: a synthetic chat trace at an eighth of its lengths, which fits the demo model's context, over held-out text.
-Throughput is that of requests which are all there at once; latencies and goodput are those of the trace's own arrivals,
-sped up to a share of what the naive server can take. bench/pages.py makes the table of the result.
-"""
+Each technique is measured alone on the naive server, and added to those before it, with the same pool of KV bytes and
+the same requests: a synthetic chat trace over held-out text at an eighth of its lengths, which fits the demo model's
+context. Throughput is that of requests that are all there at the start; latencies and goodput are those of the trace's
+own arrivals, sped up to a share of the naive server's capacity. bench/pages.py makes the table of the result."""
 
 if not __package__:  # started by its path
     from lib.as_module import run
@@ -21,7 +20,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # read when torch is loaded
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # torch reads it when it is loaded
 
 
 from baton.cli.models.eval import encode, read_texts
@@ -41,12 +40,12 @@ TRACE = ROOT / "bench" / "traces" / "conversation.jsonl"
 QUALITY = ROOT / "bench" / "results" / "quality-cpu-2026-11-20.json"
 LENGTH_SCALE = 1 / 8  # the longest prompt of the trace is then 2,005 tokens
 CONTEXT, BLOCK = 2048, 16
-NUM_BLOCKS = 8 * CONTEXT // BLOCK  # of bf16 KV: eight answers of the longest kind
-NUM_BLOCKS_INT8 = NUM_BLOCKS * 3584 // 1848  # as many bytes (of a token, bench/quality.py)
+NUM_BLOCKS = 8 * CONTEXT // BLOCK  # of bf16 KV: eight of the longest answers
+NUM_BLOCKS_INT8 = NUM_BLOCKS * 3584 // 1848  # with as many bytes (per token: bench/quality.py)
 PLACES = 32
 CHUNK = 512
 NUM_WARM = 4
-RATE_SHARE = 0.8  # of what the naive server can take: all rungs get the same arrivals
+RATE_SHARE = 0.8  # of the naive server's capacity: all rungs get the same arrivals
 SLO = parse_slo("ttft=300ms,tpot=25ms")
 CORES = len(os.sched_getaffinity(0))
 
@@ -76,7 +75,7 @@ WORKER_OPTIONS = (
     "--quantization", "int8", "--kv-dtype", "int8", "--block-size", str(BLOCK), "--num-blocks", str(NUM_BLOCKS_INT8),
     "--max-num-seqs", str(PLACES), "--max-num-batched-tokens", str(CHUNK), "--speculator", "ngram",
 )  # fmt: skip
-# Rows of the recorded run of bench/quality.py: what was measured of the form of the weights, or of KV.
+# Rows of the recorded run of bench/quality.py with the quality of a form of weights or KV.
 QUALITY_ROWS = {"bf16": "bf16", "int8": "int8", "int4-g32": "--quantization int4-g32", "int8 kv": "kv int8"}
 GOALS = {"ttft": "ratio <= 0.4", "throughput": "ratio >= 3", "kv": "value >= 0.9"}
 
@@ -91,7 +90,7 @@ class Trace:
         self._ids = [token_id for ids in encode(MODEL, read_texts(None)) for token_id in ids]
 
     def jobs(self, text: int, requests_per_s: float | None) -> list[workload.Job]:
-        """`requests_per_s` None: all at once."""
+        """Return the jobs; with `requests_per_s` None all arrive at the start."""
         first_s, last_s = self._jobs[0].at_s, self._jobs[-1].at_s
         pace = len(self._jobs) / requests_per_s / (last_s - first_s) if requests_per_s else 0.0
         return [
@@ -100,7 +99,7 @@ class Trace:
         ]
 
     def _prompt(self, text: int, job: workload.Job) -> tuple[int, ...]:
-        """Blocks of equal hash ids are equal passages."""
+        """Return a prompt in which blocks of equal hash ids are equal passages."""
         ids: list[int] = []
         for hash_id in job.hash_ids:
             ids += self._passage(f"{text} {hash_id}", job.block)
@@ -123,7 +122,7 @@ class Ladder:
         self._rate = 0.0
 
     def rung(self, name: str, techniques: Sequence[Technique], goals: bool = False) -> None:
-        """The first one is the naive server, which the others are measured against; it sets the rate of arrivals."""
+        """Measure one rung. The first is the naive server, the baseline, which sets the rate of arrivals."""
         rung = Rung(MODEL, NAIVE, techniques)
         kv = "int8 kv" if rung.engine.config.kv_dtype == "int8" else "bf16"
         weights = rung.engine.config.quantization
@@ -132,7 +131,8 @@ class Ladder:
     def measure(
         self, name: str, run: Callable[[Sequence[workload.Job]], Ran], forms: tuple[str, str], goals: bool = False
     ) -> None:
-        """`forms`: QUALITY_ROWS of its weights and KV. `goals`: whether it is held to those of all together."""
+        """Run a rung and add its rows. `forms`: QUALITY_ROWS of its weights and KV; `goals`: whether the goals of all
+        techniques together apply."""
         run(self._trace.jobs(0, None)[:NUM_WARM])
         full = run(self._trace.jobs(1, None))
         if not self._rate:
@@ -161,8 +161,8 @@ class Ladder:
         )
 
     def _add_quality(self, name: str, answers: list[list[int]], forms: tuple[str, str]) -> None:
-        """Tokens before the first that the naive server answers otherwise; bits per byte as bench/quality.py has
-        recorded them, for the form of the weights or of KV, whichever loses more."""
+        """Add the tokens before the first difference from the naive server's answer, and the bits per byte that
+        bench/quality.py has recorded for the form of weights or KV that loses more."""
         self._answers = self._answers or answers
         num_same = sum(_num_common(*pair) for pair in zip(answers, self._answers, strict=True))
         self._report.add(f"{name}: tokens as the naive server's", num_same / sum(map(len, answers)), "share")
@@ -179,8 +179,8 @@ def _num_common(first: Sequence[int], second: Sequence[int]) -> int:
 
 
 def served(ladder: Ladder, runner: asyncio.Runner, folder: Path) -> None:
-    """All on, through a gateway and as its client sees it: by one worker that has all cores, then by two that share
-    them. `--split always`: what the router would rather leave whole is split too."""
+    """Measure all techniques through a gateway, as its client sees them: with one worker on all cores, then with two
+    that share them. `--split always` also splits what the router would leave whole."""
     for name, split, num_prefill, num_threads in (
         ("all on, served by one worker", "never", 0, CORES),
         ("all on, split over two workers", "always", 1, max(1, CORES // 2)),

@@ -46,7 +46,7 @@ class Bench(NamedTuple):
 
     @contextmanager
     def up(self, arm: str, *options: str) -> Iterator["Running"]:
-        """A stack of one prefill and one decode worker."""
+        """Run a stack of one prefill and one decode worker."""
         folder = Path(tempfile.mkdtemp(dir=self.folder))
         argv = up_argv(self.cluster, MODEL, self.made.folder, *options, "--threads=1", "--gateway.split=always")
         if arm != RAY:
@@ -76,7 +76,8 @@ class Running(NamedTuple):
         return client.AsyncClient(self.ready["grpc"], **access)
 
     def cpu_s(self) -> float:
-        """CPU time of all its processes: what `baton up` has started, and on a cluster the workers and their actors."""
+        """Return the CPU time of all its processes: those that `baton up` has started, and on a cluster the workers and
+        their actors."""
         found = {self.process.pid, *(each.pid for each in psutil.Process(self.process.pid).children(recursive=True))}
         for each in psutil.process_iter(["cmdline"]):
             argv = each.info["cmdline"] or ()
@@ -102,7 +103,7 @@ async def ask_many(running: Running, number: int, max_tokens: int) -> list[tuple
 
 
 def starts(report: Report, bench: Bench, is_quick: bool) -> None:
-    """From the command to the ready line; the cluster runs already."""
+    """Measure from the command to the ready line, with a running cluster."""
 
     def start_s(arm: str) -> float:
         with bench.up(arm) as running:
@@ -115,7 +116,7 @@ def starts(report: Report, bench: Bench, is_quick: bool) -> None:
 
 
 def tokens(report: Report, bench: Bench, is_quick: bool) -> None:
-    """CPU time of all processes of a stack for a token of eight streams."""
+    """Measure the CPU time of all processes of a stack per token of eight streams."""
     number, max_tokens, rounds = (8, 64, 3) if is_quick else (8, 256, 7)
     with ExitStack() as exits:
         stacks = {arm: exits.enter_context(bench.up(arm)) for arm in ARMS}
@@ -140,13 +141,13 @@ def tokens(report: Report, bench: Bench, is_quick: bool) -> None:
 
 
 def ray_cpu_s() -> float:
-    """CPU time of what keeps a cluster: raylets, and the head's store of what there is."""
+    """Return the CPU time of the cluster's own processes: raylets, and the head's store."""
     kept = [each for each in psutil.process_iter(["name"]) if each.info["name"] in ("raylet", "gcs_server")]
     return sum(sum(each.cpu_times()[:2]) for each in kept)
 
 
 def node(report: Report, bench: Bench, is_quick: bool) -> None:
-    """A node dies with every process on it while eight streams run; the last part, since it is gone afterwards."""
+    """Kill a node with all its processes while eight streams run. This is the last part, since the node stays dead."""
     with bench.up(RAY, "--decode", "2") as running:
         pauses, filled_s = asyncio.run(lose_node(running, bench.cluster, 200 if is_quick else 1000))
     report.add("a node dies: longest pause of a stream that ran there", max(pauses), "s", goal="value <= 2")

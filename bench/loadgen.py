@@ -1,8 +1,7 @@
 """Measure how much the load generator itself can send: python bench/loadgen.py [--quick] [--json FILE].
 
-Against a stub that answers every call with eight messages from a process on another core; the sender, and the bare
-grpc.aio loop that it is measured against, have one core to themselves and take turns on it.
-"""
+A stub in a process on another core answers every call with eight messages. The sender and its baseline, a bare grpc.aio
+loop, have one core to themselves and take turns on it."""
 
 if not __package__:  # started by its path
     from lib.as_module import run
@@ -36,11 +35,11 @@ NUM_MESSAGES, NUM_PROMPT, CONCURRENCY, VOCAB = 8, 256, 16, 4096
 
 class Rate(NamedTuple):
     calls_per_s: float
-    calls_per_cpu_s: float  # of the sender: what it could do if the stub were never the limit
+    calls_per_cpu_s: float  # of the sender: what it could reach if the stub were never the limit
 
 
 class Bare:
-    """The least that a Python client can do: one request, made once, sent again and again, its messages counted."""
+    """The least that a Python client can do: send one prepared request repeatedly and count the messages."""
 
     def __init__(self, target: str):
         self._target = target
@@ -72,8 +71,8 @@ def jobs(num: int, per_s: float | None = None) -> list[Job]:
 
 
 def closed(report: Report, target: str, num_calls: int, num_rounds: int) -> float:
-    """As fast as one process can; returns the bare loop's calls per second. The generator's requests are all different,
-    and made before the run, as its first ones always are; the bare loop's one request is made before it too."""
+    """Send as fast as one process can; return the bare loop's calls per second. The generator's requests all differ,
+    and its first ones are always made before the run; the bare loop's one request is made before it too."""
     bare, plan = Bare(target), RunPlan(target, VOCAB, CONCURRENCY)
     rates: dict[str, list[Rate]] = {}
 
@@ -104,7 +103,7 @@ def closed(report: Report, target: str, num_calls: int, num_rounds: int) -> floa
 
 
 def processes(report: Report, target: str, calls_per_s: float, seconds: float) -> None:
-    """The same arrivals from one process and from two: each has half the work."""
+    """Send the same arrivals from one process and from two, each with half of them."""
     os.sched_setaffinity(0, CORES)
     load = jobs(round(calls_per_s * seconds), calls_per_s)
     ran = {num: run_jobs(RunPlan(target, VOCAB, num_processes=num), load) for num in (1, 2)}

@@ -52,14 +52,14 @@ MODEL = ROOT / "demo" / "target"
 VOCAB, PROMPT, OUTPUT = 4096, 512, 32
 CLASS = "standard"
 SLO = BUILT_IN[CLASS]
-SETTLING = 0.25  # of a run, at its begin: not counted, the rates are still being measured
+SETTLING = 0.25  # of a run, at its beginning: not counted, since rates are still being measured
 QUIET_PER_S, FLOOD, QUOTA_REQUESTS = 1.0, 50, 4
 REFUSED = re.compile(r"outcome=refused .* total_ms=([0-9.]+)")  # in the gateway's log
 CORES = sorted(os.sched_getaffinity(0))
 PARTS = ("overload", "tenants", "fairness", "abuse")
 FAIR_PROMPT, FAIR_OUTPUT = 256, 4  # of the quiet tenant
 CONTEXT = 2048
-FLOOD_BEGINS_S, FLOOD_ENDS_S = 2.0, 1.0  # until it is reached, and until it is over
+FLOOD_BEGINS_S, FLOOD_ENDS_S = 2.0, 1.0  # until it has begun, and until it has ended
 FAIR_QUOTAS = {"no quotas": "", "quotas": "[default]\nconcurrent_requests = 16\ntokens_per_s = 20000\n"}
 LADDER = (0.8, 1.0, 1.25, 1.5)  # of the rate of a closed loop
 
@@ -76,13 +76,14 @@ def counted(outcomes: Sequence[Outcome]) -> list[Outcome]:
 
 
 def goodput(outcomes: Sequence[Outcome]) -> float:
-    """Answers within the class, a second of arrivals."""
+    """Return the answers within the class per second of arrivals."""
     good = [each for each in outcomes if each.ok and SLO.met(each.ttft_s, each.tpot_s, each.e2e_s)]
     return len(good) / (outcomes[-1].intended_s - outcomes[0].intended_s)
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """Nearest rank, not baton.loadgen.summary's interpolation: comparable with the recorded results."""
+    """Return a percentile by nearest rank, unlike baton.loadgen.summary's, so that it is comparable with the recorded
+    results."""
     return sorted(values)[min(len(values) - 1, int(share * len(values)))]
 
 
@@ -129,7 +130,8 @@ def overload(report: Report, stack: Stack, seconds: float) -> None:
 
 
 def closed_loop(target: str, num: int = 48, concurrency: int = 8) -> float:
-    """Requests a second where eight are always there: what the ladder is measured by. It also measures the rates."""
+    """Return the requests per second of eight concurrent ones, the base of the ladder. The gateway learns its rates
+    meanwhile."""
     rng = random.Random(0)
     jobs = drawn(rng, arrivals("constant", 1, rng), num, Shape(PROMPT, OUTPUT))
     ran = run_jobs(RunPlan(target, VOCAB, concurrency), jobs)
@@ -165,11 +167,11 @@ def tenants(report: Report, target: str, keys: dict[str, Path], seconds: float) 
 
 
 def fairness(report: Report, target: str, keys: dict[str, Path], quotas: Path, num: int, texts: dict[str, str]) -> None:
-    """Alone, beside a flood, alone, ...: each flood between two times alone."""
+    """Measure the quiet tenant alone, beside a flood, alone, ...: each flood between two times alone."""
     seeds = itertools.count(1000)
 
     def quiet() -> list[Outcome]:
-        """One after the other: no request of its own is in the way of another."""
+        """Send the tenant's requests one after the other, so that none delays another."""
         jobs = [Job(i, 0.0, FAIR_PROMPT, FAIR_OUTPUT) for i in range(num)]
         access = Access(api_key_file=keys["quiet"])
         return run_jobs(RunPlan(target, VOCAB, 1, seed=next(seeds), timeout_s=30, access=access), jobs).outcomes
@@ -179,7 +181,7 @@ def fairness(report: Report, target: str, keys: dict[str, Path], quotas: Path, n
 
     for name, text in texts.items():
         quotas.write_text(text)
-        quiet()  # the gateway looks at the file, and rates are measured
+        quiet()  # the gateway reads the file, and rates are measured
         before = quiet()
         for kind in KINDS:
             with flooding(kind, target, Access(api_key_file=keys["loud"]), VOCAB, CONTEXT):
@@ -210,8 +212,8 @@ def pin(pid: int, cores: Sequence[int]) -> None:
 
 
 def spread(stack: Stack) -> None:
-    """Pin the prefill worker to a core of its own, the decode worker to the next, all else to the others; of two cores
-    the gateway, the decode worker and the senders share one."""
+    """Pin the prefill worker to one core, the decode worker to the next, everything else to the others. On two cores,
+    gateway, decode worker and senders share one."""
     rest = CORES[:-2] or CORES[:1]
     for processes, cores in (
         (stack.prefill, CORES[-1:]),
@@ -224,7 +226,7 @@ def spread(stack: Stack) -> None:
 
 
 def write_tenants(folder: Path) -> tuple[list[str], dict[str, Path]]:
-    """(options of the gateway, tenant -> file with its key)"""
+    """Write tenants' files; return (options of the gateway, tenant -> file with its key)."""
     tables, files = [], {}
     for tenant in ("quiet", "loud"):
         key, key_id, digest = new_key()
@@ -259,7 +261,7 @@ def main() -> int:
                 spread(stack)
                 num, texts = (4, {"no quotas": ""}) if arguments.quick else (24, FAIR_QUOTAS)
                 fairness(report, stack.target, keys, folder / "quotas.toml", num, texts)
-            os.sched_setaffinity(0, CORES)  # the stack of the next part, and what the report says of this machine
+            os.sched_setaffinity(0, CORES)  # for the stack of the next part, and for the report's facts of this machine
         if "abuse" in arguments.only:
             abuse(report, folder / "abuse", arguments.quick)
     return finish(arguments, report)

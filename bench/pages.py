@@ -1,4 +1,4 @@
-"""docs/benchmarks.md from the recorded runs in bench/results: python bench/pages.py writes the page."""
+"""Write docs/benchmarks.md from the recorded runs in bench/results: python bench/pages.py."""
 
 if not __package__:  # started by its path
     from lib.as_module import run
@@ -13,8 +13,8 @@ from bench.lib.tables import ladder, plan
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "benchmarks.md"
 RESULTS = ROOT / "bench" / "results"
-MAX_ROWS = 40  # of a run that is printed whole; of a longer one only the rows with a goal and the A/A rows
-TABLES = {"ladder": ladder.table, "plan": plan.table}  # of benches whose rows alone would not be read
+MAX_ROWS = 40  # of a run that is printed in full; of a longer one, only the rows with a goal and the A/A rows
+TABLES = {"ladder": ladder.table, "plan": plan.table}  # of benches whose rows alone would be hard to read
 HEAD = "| row | measured | against | limit | ratio | goal | met |\n|---|---|---|---|---|---|---|"
 ABOUT = """# Benchmarks
 
@@ -30,7 +30,7 @@ it fresh. Every run names its command, date and machine, and keeps the rows that
 
 
 def page() -> str:
-    """Returns the page: the newest run of each bench, full runs before quick ones, in the order of their names."""
+    """Return the page: the newest run of each bench, full runs before quick ones, sorted by name."""
     sections = [_section(path) for path in _newest()]
     return "\n".join([ABOUT, *sections])
 
@@ -63,7 +63,7 @@ def _section(path: Path) -> str:
 
 
 def _processor(machine: dict) -> str:
-    """With the tier of the kernels, which early runs do not tell."""
+    """Return the processor with the tier of the kernels, which early runs do not record."""
     return f"{machine['cpu']} ({machine['tier']})" if "tier" in machine else machine["cpu"]
 
 

@@ -49,16 +49,16 @@ ROOT = Path(__file__).resolve().parents[1]
 MODEL = ROOT / "demo" / "target"
 PROMPT, OUTPUT = 64, 48  # tokens of the decode rows
 LONG_PROMPT, SHORT_PROMPT = 512, 4
-HIDDEN = 4096  # of the rows that are summed: a model of 8B
+HIDDEN = 4096  # of the rows that are summed, as in an 8B model
 HANDED = 1536  # tokens whose KV is handed over: 3.5 KiB each
 HANDOFF_S = 30.0
 
 
 class Speed(NamedTuple):
-    """Of prompt and output tokens, from submit to the last ending."""
+    """Speed over prompt and output tokens, from submit to the last end."""
 
     tokens_per_s: float
-    cpu_us: float  # of a token: all ranks, what they spin away too
+    cpu_us: float  # per token: all ranks, including their spinning
 
 
 class Arm:
@@ -91,8 +91,8 @@ class Arm:
 
 
 def compare_engines(report: Report, name: str, model: Path, num_rounds: int) -> None:
-    """Goals of ranks that share layers: prompts at least 0.85 of one process, decode 0.8, and the tree of sums 0.95 of
-    plain ones. Of stages one waits for the other in decode."""
+    """Compare engines. Goals of ranks that share layers: prompts at least 0.85 of one process, decode 0.8, and the tree
+    of sums 0.95 of plain ones. Stages wait for one another in decode."""
     alone = Arm(model, 2)
     arms = {
         "two ranks": Arm(model, 1, tensor_parallel=2),
@@ -114,7 +114,7 @@ def compare_engines(report: Report, name: str, model: Path, num_rounds: int) -> 
 
 
 def compare_stages(report: Report, name: str, model: Path, sizes: Sequence[int], num_rounds: int) -> None:
-    """Of few sequences there is one step at a time either way."""
+    """Compare stages. With few sequences there is one step at a time either way."""
     arm = Arm(model, 1, pipeline_parallel=2)
 
     def measure(overlaps: bool, batch_size: int, speeds: list[Speed]) -> float:
@@ -159,7 +159,7 @@ def _compare_speeds(
     for each in speeds.values():
         each.clear()
     found = medians(interleave(measured, num_rounds))
-    # The system counts in steps of 10 ms: of all rounds, not the median one.
+    # The system counts in steps of 10 ms, so the sum of all rounds is used, not the median.
     cpu_us = {each: statistics.mean(speed.cpu_us for speed in column) for each, column in speeds.items()}
     for each in arms:
         if each == "alone":
@@ -172,8 +172,8 @@ def _compare_speeds(
 
 
 def compare_handoffs(report: Report, folder: Path, num_rounds: int) -> None:
-    """As many bytes from two ranks as from one: at most 1.1 of the time, from the first request for KV to the last
-    confirmation. It is all there before it is asked for."""
+    """Hand over the same KV from two ranks and from one: at most 1.1 of the time, from the first request for KV to the
+    last confirmation. All KV is ready before it is requested."""
     options = ("--threads", "1", "--num-blocks", "256")
     with (
         Stack(MODEL, folder / "one", num_gateways=0, options=options) as one,
@@ -200,7 +200,7 @@ async def _compare_handoffs(report: Report, one: Stack, two: Stack, num_rounds: 
         for index in range(-1, num_rounds):
             for name in pairs if index % 2 else reversed(pairs):
                 handed = await hand_over(*pairs[name], HANDED, None, False, HANDOFF_S)
-                if index >= 0:  # what came before warmed up
+                if index >= 0:  # earlier ones warmed up
                     found[name].append(1e3 * handed.transfer_s)
         taken, name = medians(found), f"handoff of {handed.num_bytes / 1e6:.1f} MB by {handed.transport}"
         against = taken["one"]
@@ -209,8 +209,8 @@ async def _compare_handoffs(report: Report, one: Stack, two: Stack, num_rounds: 
 
 
 def compare_sums(report: Report, num_rounds: int) -> None:
-    """Of two threads: they meet as two processes do. A turn is a message of 4 bytes both ways through the same
-    memory."""
+    """Measure sums between two threads, which meet as two processes do. A turn is a message of 4 bytes both ways
+    through the same memory."""
     torch.set_num_threads(1)
     memory = memoryview(mmap.mmap(-1, num_bytes_for(2)))
     ends = [Collectives(memory, Shard(rank, 2)) for rank in range(2)]

@@ -48,16 +48,16 @@ LOADS = {
     "shipped": ((1200, 32, 2.0), (512, 64, 4.0), (128, 64, 6.0)),
     "large": ((1200, 24, 1.0), (512, 32, 2.0), (128, 48, 3.0)),
 }
-NUM_REQUESTS, NUM_OF_SPLITS = 24, 120  # of a point: the slowest takes half a minute
-PARTS = (*(f"{name}-{form}" for name in LOADS for form in FORMS), "splits")  # that --only names
+NUM_REQUESTS, NUM_OF_SPLITS = 24, 120  # per point: the slowest takes half a minute
+PARTS = (*(f"{name}-{form}" for name in LOADS for form in FORMS), "splits")  # names for --only
 SPLITS = ((0, 1), (0, 2), (1, 1), (1, 2), (2, 1), (2, 2))
-SPLIT_LOAD = (512, 48, 16.0)  # more than one worker does, and less than two
+SPLIT_LOAD = (512, 48, 16.0)  # more than one worker's capacity, and less than two workers'
 _SEEDS = itertools.count(1)
 SLO = Slo(ttft_s=0.5, tpot_s=0.03)
 
 
 class Load(NamedTuple):
-    """Requests of one length that come at random."""
+    """Requests of one length with Poisson arrivals."""
 
     num_prompt: int
     num_output: int
@@ -77,7 +77,7 @@ class Load(NamedTuple):
 
 
 class Served(NamedTuple):
-    """Medians of one run, in seconds, and the requests a second that met the SLO."""
+    """Medians of one run in seconds, and the requests per second that met the SLO."""
 
     ttft_s: float
     tpot_s: float
@@ -85,7 +85,7 @@ class Served(NamedTuple):
 
 
 class Planned:
-    """What the plan says of stacks of one model folder."""
+    """The plan's predictions for stacks of one model folder."""
 
     def __init__(self, folder: Path, form: str, efficiencies: Efficiencies):
         spec = read_spec(folder)
@@ -103,7 +103,7 @@ class Planned:
 
 
 def measured(stack: Stack, load: Load, num: int, runner: asyncio.Runner) -> Served:
-    """Serve the load through a running stack, by prompts that no other run has had."""
+    """Serve the load through a running stack, with prompts that no other run has had."""
     rng = random.Random(next(_SEEDS))
 
     async def send(jobs: Sequence[Job]) -> list:
@@ -152,14 +152,14 @@ def grid(report: Report, folders: dict[str, Path], parts: Sequence[str], efficie
                     for what in ("TTFT", "TPOT"):
                         planned, found = (1e3 * getattr(each, f"{what.lower()}_s") for each in (predicted, real))
                         report.add(f"{point}: {what}{PLANNED}", planned, "ms", against=found)
-                # The last point, which is a short one, twice: what these differ by no plan can tell.
+                # The last point, a short one, is measured twice: no plan can predict the difference of the two.
                 again = measured(stack, load, num, runner)
                 report.add(f"{point}: A/A, TTFT", 1e3 * again.ttft_s, "ms", against=1e3 * real.ttft_s)
                 report.add(f"{point}: A/A, TPOT", 1e3 * again.tpot_s, "ms", against=1e3 * real.tpot_s)
 
 
 def means(report: Report) -> None:
-    """Add the mean errors of all points that the report has, those of earlier runs among them."""
+    """Add the mean errors of all points in the report, including those of earlier runs."""
     goal = "" if report.quick else "value >= 24"
     for what, limit in (("TPOT", 10), ("TTFT", 20)):
         off = [100 * abs(row.ratio - 1) for row in report.all_rows if row.row.endswith(f": {what}{PLANNED}")]
@@ -169,7 +169,7 @@ def means(report: Report) -> None:
 
 
 def splits(report: Report, efficiencies: Efficiencies, num: int, at: Path) -> None:
-    """Measure the goodput of six splits of one load, and what the one that the plan takes reaches of the best."""
+    """Measure the goodput of six splits of one load, and the share of the best that the plan's choice reaches."""
     plan, load = Planned(MODEL, "none", efficiencies), Load(*SPLIT_LOAD)
     real: dict[tuple[int, int], float] = {}
     predicted: dict[tuple[int, int], float] = {}
@@ -188,7 +188,7 @@ def splits(report: Report, efficiencies: Efficiencies, num: int, at: Path) -> No
             "requests/s",
             against=real[pair],
         )
-    # Of equals the smaller stack.
+    # Of equal splits, the smaller stack.
     chosen = max(SPLITS, key=lambda pair: (round(predicted[pair], 2), -sum(pair)))
     name = f"goodput of the chosen {chosen[0]}:{chosen[1]} over the best of six"
     report.add(name, real[chosen], "requests/s", against=max(real.values()), goal="ratio >= 0.9")
@@ -202,7 +202,7 @@ def main() -> int:
         folders = {"shipped": MODEL, "large": write_large(at / "large")}
         forms = {shape: [form for form in FORMS if f"{shape}-{form}" in parts] for shape in folders}
         if "none" not in forms["shipped"]:
-            forms["shipped"].append("none")  # by which the host's costs are told from kernels, and splits are planned
+            forms["shipped"].append("none")  # it separates the host's costs from kernels, and plans the splits
         efficiencies = measure(
             [(folders[shape], each) for shape, each in forms.items()], at, 3 if report.quick else ROUNDS
         )

@@ -1,10 +1,9 @@
 """Measure the quality cost of quantization: python bench/quality.py [--quick] [--json FILE].
 
-Every scheme on the demo model, and every form of KV: bits per byte on the held-out modules and top-1 agreement with
-the bf16 model through the engine, and the bytes of the weights. Deterministic, so instead of A/A rows each figure comes
-with the standard error of its difference to bf16, token by token. bench/lib/tables/quality.py makes the docs' table of
-it.
-"""
+For every scheme on the demo model and every form of KV it measures bits per byte on the held-out modules, top-1
+agreement with the bf16 model through the engine, and the bytes of the weights. The results are deterministic, so in
+place of A/A rows each figure has the standard error of its difference from bf16, paired by token.
+bench/lib/tables/quality.py makes the docs' table of it."""
 
 if not __package__:  # started by its path
     from lib.as_module import run
@@ -48,13 +47,13 @@ SCHEMES = {
     "fp8-static": ("ratio <= 1.01", "fp8"),
 }
 INT4 = {"int4-rtn": ("", None), "int4-awq": ("ratio <= 1.03", "int4-rtn"), "int4-gptq": ("ratio <= 1.03", "int4-rtn")}
-# Of the standard library and not held out: what the demo model was trained on.
+# Library modules that are not held out: the demo model was trained on them.
 OWN_MODULES = ("argparse.py", "dataclasses.py", "inspect.py", "pathlib.py", "subprocess.py", "tarfile.py", "typing.py")
 
 
 class PerChannel(KVPool):
-    """int4 as KIVI has it (arXiv 2402.02750): a scale for each channel of 32 tokens' keys; values as our int4 has them.
-    Decoded values are kept in a pool of fp32: this measures how good they are, not how small."""
+    """int4 as in KIVI (arXiv 2402.02750): a scale for each channel of 32 tokens' keys; values as in our int4. Decoded
+    values are kept in an fp32 pool, since their quality is measured, not their size."""
 
     def write(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
         missing = -len(k) % KEYS_PER_CHANNEL
@@ -64,19 +63,19 @@ class PerChannel(KVPool):
 
 
 class PerToken(KVPool):
-    """Our int4, stored as `PerChannel` stores it."""
+    """Our int4, stored like `PerChannel`."""
 
     def write(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
         super().write(layer, slots, _int4(k), _int4(v))
 
 
 def _int4(x: Tensor) -> Tensor:
-    """Return fp32 [..., row] rounded to int4 and back, with one scale a row."""
+    """Return fp32 [..., row] rounded to int4 and back, with one scale per row."""
     return kv_quant.decode("int4", *kv_quant.encode("int4", x.float()), x.dtype)
 
 
 class Bench:
-    """The bf16 model's figures, and everything else against them."""
+    """The bf16 model's figures, and everything else compared with them."""
 
     def __init__(self, report: Report, quick: bool):
         self._report = report
@@ -94,22 +93,22 @@ class Bench:
         report.add("bf16: weights", self._weight_bytes, "bytes")
 
     def weights(self, scheme: str, group: int | None, goal: str, rival: str | None) -> None:
-        """A folder made and scored. `rival`: plain rounding at the same bits and group."""
+        """Make and score a folder. `rival`: plain rounding at the same bits and group."""
         suffix = f" g{group}" if group else ""
         self._made(scheme + suffix, scheme, group, goal, self._default)
         if rival is not None:
             found, plain = self._scores[scheme + suffix], self._scores[rival + suffix]
             name = f"{scheme}{suffix}: against {rival}"
-            beats = "" if scheme == "fp8-static" else "ratio <= 1.0"  # what is fixed beforehand cannot beat what adapts
+            beats = "" if scheme == "fp8-static" else "ratio <= 1.0"  # static scales cannot beat dynamic ones
             self._report.add(name, found.bits_per_byte, "bits/byte", against=plain.bits_per_byte, goal=beats)
 
     def loaded(self, quantization: str) -> None:
-        """Plain rounding as a worker does it while it loads a float folder, with zero points at 4 bits."""
+        """Score plain rounding as a worker does it while loading a float folder, with zero points at 4 bits."""
         found = score(load_model(EngineConfig(MODEL, quantization=quantization)), "bf16", self._ids, self._num_bytes)
         self._add(f"--quantization {quantization}", found, "")
 
     def calibrated_on(self, name: str, texts: list[str], scheme: str, group: int) -> None:
-        """The same scheme, calibrated on other texts."""
+        """Score the same scheme calibrated on other texts."""
         samples = self._samples([Prompt(0, text, None) for text in texts])
         self._made(f"{scheme} g{group}, calibrated on {name}", scheme, group, "", samples)
 
@@ -120,7 +119,7 @@ class Bench:
         self._report.add(f"kv {form}: KV of a token", _token_bytes(group), "bytes", against=_token_bytes(plain))
 
     def keys_of_int4(self) -> None:
-        """Keys per channel and per token, both through the layers in torch, which let a pool round them."""
+        """Score keys per channel and per token, both through the layers in torch, which let a pool round them."""
         model = load_model(EngineConfig(MODEL, dtype="bf16", attention="sdpa"))
         for name, pool_type in (("token", PerToken), ("channel", PerChannel)):
             found = score(model, "fp32", self._ids, self._num_bytes, pool_type=pool_type)
@@ -148,7 +147,7 @@ class Bench:
 
 
 def held_out(num_modules: int, num_tokens: int) -> tuple[list[list[int]], int]:
-    """The first tokens of each held-out module, and how many bytes those are."""
+    """Return the first tokens of each held-out module, and their number of bytes."""
     tokenizer = Tokenizer.from_file(str(MODEL / "tokenizer.json"))
     found = read_texts(None)
     ids = [ids[: num_tokens + 1] for ids in encode(MODEL, Texts(found.name, found.texts[:num_modules]))]
@@ -160,12 +159,12 @@ def weight_bytes(folder: Path) -> int:
 
 
 def _token_bytes(group) -> float:
-    """Scales and all."""
+    """Return the bytes per token, scales included."""
     return KVLayout((group,)).block_bytes / group.block_size
 
 
 def own_texts() -> list[str]:
-    """Pieces of library modules, as long as those of the default set."""
+    """Return pieces of library modules, as long as those of the default set."""
     stdlib = Path(sysconfig.get_paths()["stdlib"])
     texts = [(stdlib / name).read_text() for name in OWN_MODULES if (stdlib / name).is_file()]
     pieces = [text[begin : begin + 1900] for text in texts for begin in range(0, min(len(text), 19000), 1900)]
@@ -173,7 +172,7 @@ def own_texts() -> list[str]:
 
 
 def number_tables() -> list[str]:
-    """Rows of decimals: nothing that a model of Python source is asked to write."""
+    """Return rows of decimals, which a model of Python source is never asked to write."""
     rng = random.Random(0)
     return [" ".join(f"{rng.uniform(-1000, 1000):.3f}" for _ in range(160)) for _ in range(NUM_SAMPLES)]
 

@@ -1,12 +1,11 @@
 """Routing in a simulated fleet: python bench/routing.py [--trace FILE] [--quick] [--json FILE] [--only PART].
 
 Replays a trace (default: the small one of this folder) over 8 to 1,000 workers, half of which prefill, as fast and in
-as many copies as would keep half of the prefill workers busy if nothing were cached; see simulation/fleet.py for what
-is modelled. The routing function, the rates that it learns and the shortlists are the gateway's own. Hit rates are
-shares of all prompt tokens that no worker computed, against one LRU cache as large as those of all prefill workers,
-which every request reaches at no cost; for comparison also against one as large as those of all workers, and (limit)
-against one without end.
-"""
+as many copies as would keep half of the prefill workers busy if nothing were cached; simulation/fleet.py says what is
+modelled. The routing function, the rates that it learns and the shortlists are the gateway's own. Hit rates are shares
+of all prompt tokens that no worker computed. They are compared with one LRU cache as large as those of all prefill
+workers, which every request reaches at no cost, with one as large as those of all workers, and (limit) with an
+unbounded one."""
 
 if not __package__:  # started by its path
     from lib.as_module import run
@@ -54,7 +53,7 @@ def run(num_workers: int, entries: Sequence[TraceEntry], split: str = "auto", ma
 
 
 def busy(entries: Sequence[TraceEntry]) -> list[TraceEntry]:
-    """The trace as fast as it takes to keep LOAD of the prefill workers busy, if nothing were cached."""
+    """Return the trace at the speed that keeps LOAD of the prefill workers busy if nothing is cached."""
     tokens_per_s = sum(entry.num_prompt for entry in entries) / entries[-1].at_s
     return scaled(entries, LOAD * WORKERS_A_TRACE / 2 / Machine().token_s / tokens_per_s)
 
@@ -109,7 +108,8 @@ def hits(
 
 
 def splits(report: Report, entries: Sequence[TraceEntry], num_workers: int, rate: float) -> None:
-    """Mean latency and goodput of the three settings, on the same fleet; and of one where no worker prefills only."""
+    """Compare mean latency and goodput of the three settings on the same fleet, and of a fleet where no worker only
+    prefills."""
     means, goods = {}, {}
     arms = {"auto": (0.5, "auto"), "always": (0.5, "always"), "never": (0.5, "never"), "whole": (0.0, "never")}
     for name, (prefill_share, split) in arms.items():
@@ -141,9 +141,9 @@ def splits(report: Report, entries: Sequence[TraceEntry], num_workers: int, rate
 
 
 def regrets(report: Report, entries: Sequence[TraceEntry], num_workers: int, rate: float, num_decisions: int) -> None:
-    """How much longer requests took for a decision of `auto` than they would have for the other: the same trace twice,
-    with one request turned and all others on the same workers. Summed over those that were in the fleet with it, as a
-    share of its own time; of a decision that was the better one, 0."""
+    """Measure how much longer requests took after a decision of `auto` than after the opposite one: the same trace
+    twice, with one request decided otherwise and all others on the same workers. The differences of all requests that
+    were in the fleet with it are summed, as a share of its own time; a decision that was better counts as 0."""
     entries = scaled(entries, rate)
     taken = Fleet(num_workers, Machine(), "auto", SLO).run(entries)
     chosen = random.Random(0).sample(range(len(entries) // 10, len(entries)), num_decisions)
@@ -154,12 +154,12 @@ def regrets(report: Report, entries: Sequence[TraceEntry], num_workers: int, rat
 
 
 def _regret(taken: Sequence[Request], entries: Sequence[TraceEntry], num_workers: int, number: int) -> float:
-    """Return what the requests in the fleet with this one, it among them, would have saved, as a share of its time."""
+    """Return what the requests in the fleet with this one, including it, would have saved, as a share of its time."""
     one = taken[number]
     beside = [i for i, each in enumerate(taken) if each.at_s <= one.last_s and each.last_s >= one.at_s]
     decided = {each.number: each.decision for each in taken if each is not one}
     fleet = Fleet(num_workers, Machine(), "auto", SLO, decided=decided, turned=number)
-    until = max(taken[i].last_s for i in beside) + LATER_S  # what comes while they run delays them, both times
+    until = max(taken[i].last_s for i in beside) + LATER_S  # arrivals while they run delay them, both times
     turned = fleet.run([entry for entry in entries if entry.at_s <= until])
     as_it_was, other_way = (sum(each[i].e2e_s for i in beside) for each in (taken, turned))
     return max(0.0, as_it_was - other_way) / one.e2e_s
@@ -174,8 +174,8 @@ def _goodput(requests: Sequence[Request]) -> float:
 
 
 def costs(report: Report, num_requests: int) -> None:
-    """Measure the cost of a request to the index and to `Registry.route`, in fleets of all sizes: all workers hold the
-    first span of its prompt of 125, and eight of them ever more of it."""
+    """Measure the cost of a request to the index and to `Registry.route` in fleets of all sizes. All workers hold the
+    first span of its prompt of 125, and eight of them ever more."""
     medians = {}
     for num_workers in SIZES:
         registry, seconds = _registry(num_workers), []
@@ -195,8 +195,8 @@ def costs(report: Report, num_requests: int) -> None:
             seconds.append(time.perf_counter() - begun)
         medians[num_workers] = 1e6 * statistics.median(seconds)
         p99 = 1e6 * sorted(seconds)[int(0.99 * num_requests)]
-        # Up to 32 workers all are looked at, from there on as many of them: what grows is how seldom each is in the
-        # processor's cache. The goal: no faster than the logarithm.
+        # Up to 32 workers all are examined, and from there on as many; what grows is how rarely each is in the
+        # processor's cache. The goal: growth no faster than the logarithm.
         name, against = f"{num_workers} workers: cost of a decision", medians.get(64) if num_workers > 64 else None
         goal = f"ratio <= {math.log(num_workers) / math.log(64):.2f}" if against else ""
         report.add(f"{name}, p50", medians[num_workers], "us", against=against, goal=goal)
@@ -204,7 +204,7 @@ def costs(report: Report, num_requests: int) -> None:
 
 
 def _now(waited: Coroutine) -> Matches:
-    """The embedded index waits for nothing."""
+    """Return a coroutine's result; the embedded index waits for nothing."""
     try:
         waited.send(None)
     except StopIteration as ended:
@@ -242,8 +242,8 @@ def _registry(num_workers: int) -> Registry:
 
 
 def fleet_of(report: Report, trace: Sequence[TraceEntry], num_workers: int, most: int | None) -> None:
-    """Hits and balance of a fleet of this size, on `most` entries. One copy: all of the trace. Many: as much of its
-    beginning as is simulated in a minute or two."""
+    """Measure hits and balance of a fleet of this size, on `most` entries. One copy: the whole trace. Many copies: as
+    much of its beginning as can be simulated in a minute or two."""
     entries = trace if num_workers == WORKERS_A_TRACE else trace[: max(700, 80_000 // num_workers)]
     entries = copies(entries[:most], num_workers // WORKERS_A_TRACE)
     hits(report, f"{num_workers} workers", entries, num_workers, Machine(), True)

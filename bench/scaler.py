@@ -30,7 +30,7 @@ START_S = 90.0
 
 
 def days(report: Report, seeds: range) -> None:
-    """Each day with a scaler of its own."""
+    """Run each day with a new scaler."""
     slo, bounds = Slo(ttft_s=1.0, tpot_s=0.05), ScalerBounds({"prefill": 1, "decode": 1})
     device = find_device("H100")
     assert device is not None

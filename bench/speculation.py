@@ -1,11 +1,9 @@
 """Measure the gain of speculation on this machine: python bench/speculation.py [--quick] [--json FILE].
 
-Bare engines of one model, plain and with each proposer, on three texts and on questions that are asked again, in turn;
-every comparison has an A/A pair, plain against plain, beside it. Speed is that of decoding: output tokens over the
-time after the last prompt was read.
-Whether anything is ever a loss is seen in CPU time, which others on the machine disturb less.
-What the mechanism costs at a given acceptance, on a GPU too: bench/forced.py.
-"""
+Bare engines of one model, plain and with each proposer, run in turn on three texts and on questions that are asked
+again. Every comparison has an A/A pair, plain against plain. Speed is that of decoding: output tokens over the time
+after the last prompt was read. Losses are looked for in CPU time, which other load on the machine disturbs less. For
+the cost of the mechanism at a given acceptance, also on a GPU, see bench/forced.py."""
 
 if not __package__:  # started by its path
     from lib.as_module import run
@@ -25,7 +23,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # read when torch is loaded
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # torch reads it when it is loaded
 
 import torch
 
@@ -48,8 +46,8 @@ WARM_ROUNDS = 8  # of a text
 FIXED_WIDTH = 4  # of the acceptance rows
 PROMPT, OUTPUT = 256, 128  # tokens
 EDIT_EVERY = 16  # tokens of the passage between two edits
-REPEATED = 0.7  # share of an edit task's answer that must be in its prompt, or of an answer in the one before it
-AGAIN_CUT = 64  # tokens at its beginning that a question lacks when it is asked again
+REPEATED = 0.7  # share of an edit task's answer that must be in its prompt, or of an answer in the earlier one
+AGAIN_CUT = 64  # tokens at the beginning that a question lacks when it is asked again
 
 
 # ---- engines ----
@@ -57,7 +55,7 @@ AGAIN_CUT = 64  # tokens at its beginning that a question lacks when it is asked
 
 @dataclass(frozen=True)
 class Run:
-    """One batch, and of its decoding time what the model's calls and the proposers' took."""
+    """One batch, and the parts of its decoding time in the model's and in the proposers' calls."""
 
     decoded: Decoded
     verify_s: float
@@ -66,7 +64,7 @@ class Run:
 
 @dataclass
 class Arm:
-    """One engine, its time in calls of the model and of proposers, and what was measured."""
+    """One engine, its time in calls of the model and of proposers, and its measurements."""
 
     engine: Engine
     spent_s: dict[str, float] = field(default_factory=lambda: defaultdict(float))
@@ -77,7 +75,7 @@ class Arm:
     def load(cls, **options) -> "Arm":
         arm = cls(bare.load_engine(TARGET, num_blocks=1024, **options))
         arm._watch(arm.engine.runner, "run", "verify")
-        if arm.engine._multi_step is not None:  # where all of a step is native
+        if arm.engine._multi_step is not None:  # if a whole step is native
             arm._watch(arm.engine._multi_step, "_run", "verify")
         for proposer in arm.engine.speculator.proposers.values():
             for name in ("prepare", "propose", "advance"):
@@ -96,22 +94,22 @@ class Arm:
         setattr(owner, name, watched)
 
     def run(self, prompts: Sequence[Sequence[int]], num_output: int, width: int | None = None) -> Decoded:
-        """Greedy answers of `num_output` tokens. `width`: proposals in every step; None: as many as pay."""
+        """Return greedy answers of `num_output` tokens. `width`: proposals in every step; None: as many as pay off."""
         return decode(self.engine, greedy(self.request_ids, prompts, num_output, width), self.spent_s.clear)
 
     def measure(self, prompts: Sequence[Sequence[int]], num_output: int) -> Run:
-        """As many proposals as pay."""
+        """Run prompts with as many proposals as pay off, and record the run."""
         decoded = self.run(prompts, num_output)
         self.runs.append(Run(decoded, self.spent_s["verify"], self.spent_s["draft"]))
         return self.runs[-1]
 
     def useful_share(self) -> float:
-        """Return the share of decoding time spent on verifying and drafting; the rest keeps it from its ideal."""
+        """Return the share of decoding time in verification and drafting; the rest is overhead."""
         return statistics.median((run.verify_s + run.draft_s) / run.decoded.decode_s for run in self.runs)
 
 
 def proposers() -> dict[str, Path | None]:
-    """Those whose weights are here."""
+    """Return the proposers whose weights are here, with their folders."""
     return {name: folder for name, folder in FOLDERS.items() if folder is None or folder.exists()}
 
 
@@ -134,7 +132,7 @@ class Texts:
         self.questions = self._questions(num_tasks)
 
     def prompts(self, text: str, number: int) -> list[list[int]]:
-        """The one prompt of round `number`."""
+        """Return the one prompt of round `number`."""
         if text == "shuffled":
             return self.shuffled(1, PROMPT, number)
         prompts = self.edits if text == "edit" else self._contexts
@@ -146,11 +144,11 @@ class Texts:
         return [ids[index : index + length] for index in range(0, len(ids), length)]
 
     def _edit_tasks(self, count: int) -> list[list[int]]:
-        """A passage with every 16th token changed, and the lines before it twice: "write this again, corrected".
+        """Return prompts that ask to "write this again, corrected": a passage with every 16th token changed, and the
+        lines before the passage twice.
 
-        The passage is what the model itself writes there, since the demo model follows no instructions; taken are those
-        whose answer does repeat the prompt.
-        """
+        The passage is what the model itself writes there, since the demo model follows no instructions; only tasks
+        whose answer repeats the prompt are used."""
         tasks = []
         for context in self._contexts:
             (passage,) = self._plain.run([context], OUTPUT, width=0).answers
@@ -165,7 +163,7 @@ class Texts:
         return tasks
 
     def _questions(self, count: int) -> list[list[int]]:
-        """Return those whose answer comes again where they are asked without their beginning."""
+        """Return questions whose answer comes again if they are asked without their beginning."""
         found = []
         for context in self._contexts:
             first, again = (
@@ -179,7 +177,7 @@ class Texts:
 
 
 def repeated(answer: Sequence[int], prompt: Sequence[int], length: int = 4) -> float:
-    """Return the share of the answer's runs of `length` tokens that occur in the prompt, or another answer."""
+    """Return the share of the answer's runs of `length` tokens that occur in the prompt, or in another answer."""
     known = {tuple(prompt[index : index + length]) for index in range(len(prompt) - length + 1)}
     runs = [tuple(answer[index : index + length]) for index in range(len(answer) - length + 1)]
     return sum(run in known for run in runs) / len(runs)
@@ -189,7 +187,7 @@ def repeated(answer: Sequence[int], prompt: Sequence[int], length: int = 4) -> f
 
 
 def compare(report: Report, arms: dict[str, Arm], texts: Texts, text: str, num_rounds: int) -> None:
-    """Speed-up of every proposer on one text at batch 1, against plain in the same rounds."""
+    """Compare every proposer on one text at batch 1 with plain decoding in the same rounds."""
     runs = rounds(arms, lambda number: texts.prompts(text, number), OUTPUT, num_rounds)
     found = medians({name: [run.tokens_per_s for run in each] for name, each in runs.items()})
     plain, again = found.pop("plain"), found.pop("plain again")
@@ -216,7 +214,7 @@ def compare(report: Report, arms: dict[str, Arm], texts: Texts, text: str, num_r
 
 
 def asked_again(report: Report, arms: dict[str, Arm], texts: Texts, num_rounds: int) -> None:
-    """Speed-up of an answer that came before, to another prompt of the tenant, and is in no prompt."""
+    """Measure the speed-up of an answer that was given before, to another prompt of the tenant, and is in no prompt."""
 
     def once(arm: Arm) -> Callable[[], Decoded]:
         numbers = itertools.count()
@@ -242,24 +240,25 @@ def asked_again(report: Report, arms: dict[str, Arm], texts: Texts, num_rounds: 
 def rounds(
     arms: dict[str, Arm], prompts: Callable[[int], list[list[int]]], num_output: int, num_rounds: int
 ) -> dict[str, list[Decoded]]:
-    """Run rounds of each arm, the same prompts for all in each; "plain again" runs at the other end of a round than
-    "plain"."""
+    """Run rounds of each arm, with the same prompts for all in each; "plain again" runs at the other end of a round
+    from "plain"."""
 
     def once(arm: Arm) -> Callable[[], Decoded]:
         numbers = itertools.count()
         return lambda: arm.measure(prompts(next(numbers)), num_output).decoded
 
     calls = {name: once(arm) for name, arm in arms.items()} | {"plain again": once(arms["plain"])}
-    interleave(calls, min(WARM_ROUNDS, num_rounds))  # the proposers' costs are known then
+    interleave(calls, min(WARM_ROUNDS, num_rounds))  # after these the proposers' costs are known
     for arm in arms.values():
         arm.runs.clear()
     return interleave(calls, num_rounds)
 
 
 def acceptance(report: Report, arms: dict[str, Arm], texts: Texts, text: str, num_prompts: int) -> None:
-    """Share of proposals that the target drew too, with as many proposed in every step for all proposers."""
+    """Measure the share of proposals that the target drew too, with the same number of proposals per step for all
+    proposers."""
     for proposer, arm in arms.items():
-        if proposer in ("plain", "auto"):  # auto is ngram, and eagle where that is silent
+        if proposer in ("plain", "auto"):  # auto is ngram, or eagle if ngram proposes nothing
             continue
         runs = [arm.run(texts.prompts(text, number), OUTPUT, width=FIXED_WIDTH) for number in range(num_prompts)]
         num_proposed = sum(run.num_proposed for run in runs)
@@ -268,7 +267,7 @@ def acceptance(report: Report, arms: dict[str, Arm], texts: Texts, text: str, nu
 
 
 def never_below(report: Report, arms: dict[str, Arm], texts: Texts, batch_size: int, num_rounds: int) -> None:
-    """Left on at a batch that is worked off to its end, where the sequence that gains least decides."""
+    """Measure speculation at a batch that runs to its end, where the sequence that gains least decides."""
 
     def prompts(number: int) -> list[list[int]]:
         return texts.shuffled(batch_size, 32, number)
@@ -281,7 +280,7 @@ def never_below(report: Report, arms: dict[str, Arm], texts: Texts, batch_size: 
 
 
 def low_ends(report: Report, runs: dict[str, list[Decoded]], name: str) -> None:
-    """Never a loss, round by round against the mean of the two plain ones, in CPU time."""
+    """Check that there is never a loss in CPU time, round by round, against the mean of the two plain runs."""
     speeds = {arm: [run.tokens_per_cpu_s for run in each] for arm, each in runs.items()}
     pairs = list(zip(speeds.pop("plain"), speeds.pop("plain again"), strict=True))
     low, high = interval([again / plain for plain, again in pairs])
@@ -293,7 +292,7 @@ def low_ends(report: Report, runs: dict[str, list[Decoded]], name: str) -> None:
 
 
 def interval(values: Sequence[float]) -> tuple[float, float]:
-    """95 % interval of the median, from order statistics."""
+    """Return the 95 % interval of the median, from order statistics."""
     ordered, count = sorted(values), len(values)
     below, rank = 0.5**count, 0
     while below + math.comb(count, rank + 1) * 0.5**count <= 0.025:
@@ -303,7 +302,7 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
 
 
 def against_transformers(report: Report, arms: dict[str, Arm], texts: Texts, num_rounds: int) -> None:
-    """Assisted generation with the same two models, prompt included on both sides."""
+    """Compare with transformers' assisted generation with the same two models, prompts included on both sides."""
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
@@ -353,7 +352,7 @@ def main() -> int:
     arms = {"plain": plain}
     arms |= {name: Arm.load(speculator=name, draft_model=folder) for name, folder in found.items()}
     arms["auto"] = Arm.load(speculator="auto", draft_model=found["eagle"])
-    gc.freeze()  # what was loaded is not walked through again in mid-run
+    gc.freeze()  # the collector need not examine what is loaded now
     for text in SEEDS:
         acceptance(report, arms, texts, text, 1 if quick else 8)
     for text in SEEDS:

@@ -1,12 +1,11 @@
 """The whole stack against one bare engine: python bench/stack.py [--quick] [--json FILE].
 
-Stacks are processes apart, as `baton up` has them, and "together": gateway and one worker as one process.
+Stacks run as separate processes, as `baton up` starts them, and "together": gateway and one worker as one process.
 
-Every comparison is made within one run, its arms in turn; the A/A row says what two runs of the same thing differ by.
-The load generator runs on the same cores and counts against the stack. Rows "CPU a token" tell the microseconds of CPU
-that each part of the stack spends on a token of an answer, its prompt included, against the bare engine's: waiting for
-a core, as on a busy machine, is not in them.
-"""
+Every comparison is made within one run, with its arms in turn; the A/A row shows how much two runs of the same thing
+differ. The load generator runs on the same cores and counts against the stack. Rows "CPU a token" give the CPU
+microseconds that each part of the stack spends per token of an answer, prompt included, compared with the bare
+engine's; waiting for a core, as on a busy machine, is not included."""
 
 if not __package__:  # started by its path
     from lib.as_module import run
@@ -30,7 +29,7 @@ from pathlib import Path
 
 import psutil
 
-# Threads that spin while they wait would take the cores from the other processes. Read when torch is loaded.
+# Threads that spin while they wait would take the cores from other processes. torch reads this when it is loaded.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import torch
@@ -50,14 +49,14 @@ from tests.support.stack import Stack, TogetherStack
 ROOT = Path(__file__).resolve().parents[1]
 MODEL = ROOT / "demo" / "target"
 CORES = len(os.sched_getaffinity(0))
-AS_UP: dict[str, str | None] = {"OMP_NUM_THREADS": None}  # workers divide the cores by themselves
-PROMPT, OUTPUT = 256, 64  # tokens of the throughput rows: long enough to be read by the prefill worker
+AS_UP: dict[str, str | None] = {"OMP_NUM_THREADS": None}  # workers divide the cores themselves
+PROMPT, OUTPUT = 256, 64  # tokens of the throughput rows: long enough for the prefill worker to read
 HIT_PROMPT = 2000
 
 
 class CpuShares:
-    """Seconds of CPU of each part of a stack, client included, in what was counted: other processes hardly move them.
-    Without a stack those of this process alone."""
+    """CPU seconds of each part of a stack, client included, which other processes hardly affect. Without a stack, those
+    of this process."""
 
     def __init__(self, stack: Stack | None = None):
         self.seconds = Counter[str]()
@@ -83,10 +82,10 @@ class CpuShares:
 
 
 class Bench:
-    """Two running stacks and one bare engine of the same options, asked in turn."""
+    """Two running stacks and one bare engine with the same options, asked in turn."""
 
     def __init__(self, report: Report, limits: Limits, runner: asyncio.Runner, stacks: Sequence[Stack], engine: Engine):
-        """`stacks`: processes apart, and together."""
+        """Prepare the arms. `stacks`: separate processes, and together."""
         self.report, self.limits, self.engine = report, limits, engine
         self.stack, self.together = stacks
         self._run = runner.run
@@ -104,7 +103,7 @@ class Bench:
     # ---- stack over engine ----
 
     def throughput(self, concurrency: int, num_jobs: int, num_rounds: int) -> None:
-        """Output tokens/s, closed loop."""
+        """Measure output tokens/s in a closed loop."""
         lengths = [(PROMPT, OUTPUT)] * num_jobs
         torch.set_num_threads(self._best_threads(concurrency))
 
@@ -150,7 +149,7 @@ class Bench:
             self.report.add(f"{name}: {part}", 1e6 * seconds / num_tokens, "us", against=engine_us)
 
     def _best_threads(self, concurrency: int) -> int:
-        """The bare engine has all cores to itself; it takes as many threads as serve it best."""
+        """Return the number of threads that serves the bare engine best; it has all cores to itself."""
         seconds = {}
         for num_threads in {1, CORES}:
             torch.set_num_threads(num_threads)
@@ -176,8 +175,8 @@ class Bench:
     # ---- batching ----
 
     def batching(self, num_jobs: int, num_rounds: int, batch_size: int = 16) -> None:
-        """Requests/s on mixed lengths: a place is filled when it falls free, or when the whole batch has ended.
-        Many jobs, because at the end of them even the continuous batch runs empty."""
+        """Measure requests/s on mixed lengths if a place is filled as soon as it is free, and if the whole batch must
+        end first. There are many jobs, since even the continuous batch runs empty at the end."""
         lengths = [(self._rng.randrange(16, 129), _heavy_tailed(self._rng)) for _ in range(num_jobs)]
 
         def continuous() -> float:
@@ -203,7 +202,7 @@ class Bench:
     # ---- memory ----
 
     def live_kv(self, num_jobs: int, requests_per_s: float) -> None:
-        """Tokens whose KV is computed and still needed over tokens that held blocks have room for: both read from the
+        """Measure tokens whose KV is computed and still needed over the room in reserved blocks, both read from the
         bare engine after each step of a trace with random arrivals and lengths."""
         arrivals = itertools.accumulate(self._rng.expovariate(requests_per_s) for _ in range(num_jobs))
         drawn = zip(self.jobs([_log_normal_lengths(self._rng) for _ in range(num_jobs)]), arrivals, strict=True)
@@ -229,7 +228,7 @@ class Bench:
     # ---- prefix hit ----
 
     def prefix_hit(self, num_rounds: int) -> None:
-        """TTFT of a prompt that the decode worker has in full, over that of a new one."""
+        """Measure the TTFT of a prompt that the decode worker has in full, over that of a new one."""
         last: list[Job] = self.jobs([(HIT_PROMPT, 2)])
 
         def cold() -> float:
@@ -263,12 +262,12 @@ def _tokens_per_s(lengths: Sequence[tuple[int, int]], action: Callable[[], objec
 
 
 def _heavy_tailed(rng: random.Random) -> int:
-    """Most answers are short, one in five is long: mean about 38, longest 160."""
+    """Return an answer length: most are short, one in five is long, with mean about 38 and at most 160."""
     return rng.randrange(80, 161) if rng.random() < 0.2 else rng.randrange(4, 33)
 
 
 def _log_normal_lengths(rng: random.Random) -> tuple[int, int]:
-    """Medians 300 and 80 tokens, a few prompts of 1,500."""
+    """Return (prompt, output) lengths with medians of 300 and 80 tokens and a few prompts of 1,500."""
     return min(1500, round(300 * rng.lognormvariate(0, 0.7))), min(400, round(80 * rng.lognormvariate(0, 0.6)))
 
 
@@ -286,7 +285,7 @@ def gateway_rows(report: Report, stack: Stack) -> None:
 
 
 def gateway_ready(report: Report, stack: Stack, num_rounds: int) -> None:
-    """A second gateway for the same workers, again and again."""
+    """Start a second gateway for the same workers, repeatedly."""
     argv = [sys.executable, "-m", "gateway", "--model", str(MODEL), "--listen", "127.0.0.1:0"]
     argv += ["--prefill-workers", stack.address["prefill0"], "--decode-workers", stack.address["decode0"]]
     report.add("gateway: start to ready", _ready_seconds(argv, stack.folder, num_rounds), "s", goal="value < 3")

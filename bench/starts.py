@@ -1,10 +1,9 @@
-"""Start a stack and measure until it serves: python bench/starts.py [--quick] [--json FILE].
+"""Measure the start of a stack until it serves: python bench/starts.py [--quick] [--json FILE].
 
-`baton up` with the demo model (a gateway, a prefill and a decode worker, started all at once) until its ready line, at
-every tier that this machine has, in turn with a process that only imports torch. CPU time is of all processes of the
-stack, at that moment. The kernels are built and the roofline is cached before, as after the first start on a machine;
-the first measurement of the roofline has a row of its own.
-"""
+`baton up` starts the demo model (a gateway, a prefill and a decode worker, in parallel) until its ready line, on every
+tier that this machine has, in turn with a process that only imports torch. CPU time is that of all processes of the
+stack up to then. The kernels are built and the roofline is cached before, as after the first start on a machine; the
+first measurement of the roofline has its own row."""
 
 if not __package__:  # started by its path
     from lib.as_module import run
@@ -24,7 +23,7 @@ from bench.lib.report import Report, finish, start
 from tests.support.process import ROOT, Process, children
 
 MODEL = ROOT / "demo" / "target"
-SHARE, ALLOWANCE_S = 1.3, 1.0  # of `import torch` of one process, and beside it
+SHARE, ALLOWANCE_S = 1.3, 1.0  # share of one process's `import torch`, and allowance on top of it
 ROOFLINE = """
 import time
 from pathlib import Path
@@ -39,14 +38,14 @@ print(time.perf_counter() - begun)
 
 
 def import_torch() -> tuple[float, float]:
-    """Wall and CPU seconds of a process that imports torch and ends."""
+    """Return wall and CPU seconds of a process that imports torch and ends."""
     before, begun = _children_s(), time.monotonic()
     subprocess.run([sys.executable, "-c", "import torch"], check=True)
     return time.monotonic() - begun, _children_s() - before
 
 
 def start_stack(folder: Path, env: dict[str, str]) -> tuple[float, float]:
-    """Wall and CPU seconds until the ready line."""
+    """Return wall and CPU seconds until the ready line."""
     argv = [sys.executable, "-m", "baton.cli.main", "up", "--model", str(MODEL), "--listen", "127.0.0.1:0"]
     process = Process("up", argv, folder, env)
     try:
@@ -69,25 +68,25 @@ def _children_s() -> float:
 
 
 def _tree_s(pid: int) -> float:
-    """CPU seconds of a process and of all that it has started."""
+    """Return the CPU seconds of a process and of all its descendants."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     own = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
     return own + sum(_tree_s(child) for child in children(pid))
 
 
 def measure(report: Report, folder: Path, num_rounds: int) -> None:
-    """All rows."""
+    """Add all rows."""
     tiers = [tier.name for tier in available()]
     torch_s: list[tuple[float, float]] = []
     stack_s: dict[str, list[tuple[float, float]]] = {name: [] for name in tiers}
-    import_torch()  # the files are in memory from here on
+    import_torch()  # brings the files into memory
     for index in range(-1, num_rounds):
         torch_s.append(import_torch())
         for name in tiers:
             own = folder / f"{name}-{index}"
             own.mkdir()
             found = start_stack(own, {"BATON_ISA": name})
-            if index >= 0:  # the first builds and measures what later ones find
+            if index >= 0:  # the first run builds and measures what later ones find
                 stack_s[name].append(found)
     wall_s, cpu_s = (statistics.median(column) for column in zip(*torch_s, strict=True))
     report.add("import torch, one process: wall", wall_s, "s")

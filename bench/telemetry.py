@@ -1,14 +1,13 @@
 """Measure the cost of telemetry: python bench/telemetry.py [--quick] [--json FILE].
 
-Stacks of one gateway and one decode worker whose spans go to a collector that takes them, to a closed port, and to one
-that accepts and never answers. A request is traced or not, as its `traceparent` says: so what is compared is the same
-processes with themselves, a block of requests each time, not traced, traced, and not traced again (the A/A row), in any
-order. Between two stacks that were equal the CPU of a token was 7.7 % apart. All stacks run at once and take turns;
-workers have one core, everything else the other. A block's cost is the CPU time of its gateway and its worker from its
-first request until what they send after the last one is sent, while the next stack's block runs already; idle time
-between is the same for all. Of the rounds' ratios the median counts: what drifts falls on all alike. /metrics and the
-log line are always on: the last rows are what they take, after the last token.
-"""
+Stacks of one gateway and one decode worker send spans to a collector that accepts them, to a closed port, and to one
+that accepts connections and never answers. A request is traced or not, as its `traceparent` says; so the same processes
+are compared with themselves, by blocks of requests: untraced, traced, and untraced again (the A/A row), in any order.
+(Between two equal stacks the CPU time per token differed by 7.7 %.) All stacks run at the same time and take turns;
+workers have one core, everything else the other. A block's cost is the CPU time of its gateway and worker from its
+first request until everything after the last one is sent, while the next stack's block runs already; idle time in
+between is the same for all. The median of the rounds' ratios counts, since drift affects all alike. /metrics and the
+log line are always on: the last rows measure them, after the last token."""
 
 if not __package__:  # started by its path
     from lib.as_module import run
@@ -45,12 +44,12 @@ from tests.support.stack import Stack
 
 ROOT = Path(__file__).resolve().parents[1]
 MODEL = ROOT / "demo" / "target"
-PROMPT, OUTPUT, VOCAB = 48, 64, 4000  # short prompts are read where they are answered
+PROMPT, OUTPUT, VOCAB = 48, 64, 4000  # short prompts are read by the decode worker
 OFF, ON, AGAIN = "off", "on", "off again"
 COLLECTORS = ("up", "down", "stalled")
 KINDS = (OFF, ON, AGAIN)
 NUM_ROUNDS, NUM_REQUESTS = 24, 30  # about ten minutes
-SENT_S = 6.5  # after the last request: spans are emitted within a second, and leave a process each 5 s
+SENT_S = 6.5  # after the last request: spans are emitted within a second, and sent every 5 s
 _PROCESS_CPU = 2  # of a process's clocks, by the kernel's numbering: what its threads have run
 CORES = sorted(os.sched_getaffinity(0))
 
@@ -58,32 +57,32 @@ CORES = sorted(os.sched_getaffinity(0))
 class Block(NamedTuple):
     """What the requests of one kind took in one round."""
 
-    cpu_us: float  # a token, of gateway and worker
+    cpu_us: float  # per token, of gateway and worker
     tpot_ms: float  # medians of its requests
     ttft_ms: float
 
 
 class Open(NamedTuple):
-    """A block whose requests are done, and whose spans may not be sent yet."""
+    """A block whose requests have ended, and whose spans may not be sent yet."""
 
     kind: str
-    before_s: float  # CPU of its processes before it
+    before_s: float  # CPU time of its processes before it
     done_at: float
     medians: tuple[float, float]
 
 
-Blocks = dict[str, dict[str, list[Block]]]  # of each collector, of each kind, one a round
+Blocks = dict[str, dict[str, list[Block]]]  # by collector, then by kind, one per round
 
 
 class Stacks:
-    """A stack a collector, which takes a block of requests of each kind a round."""
+    """One stack per collector, which serves a block of requests of each kind per round."""
 
     def __init__(self, folder: Path, exits: ExitStack, runner: asyncio.Runner):
         self._run = runner.run
         self._rng = random.Random(0)
         self._clients: dict[str, AsyncClient] = {}
         self._processes: dict[str, list[Process]] = {}
-        # Not in this process: what it costs there would be the client's time.
+        # Not in this process, where it would count as the client's time.
         self._receiver = Process("receiver", [sys.executable, "-m", "bench.processes.telemetry_receiver"], folder)
         exits.callback(self._receiver.kill)
         endpoints = {"up": self._receiver.ready()["endpoint"], "down": _closed_port(), "stalled": _deaf_port(exits)}
@@ -99,7 +98,7 @@ class Stacks:
 
     @property
     def num_spans(self) -> int:
-        """That the collector has received, a second ago."""
+        """The number of spans that the collector had received a second ago."""
         lines = [line for line in self._receiver.out.read_text().splitlines() if line.startswith("spans=")]
         return int(lines[-1].removeprefix("spans=")) if lines else 0
 
@@ -108,11 +107,11 @@ class Stacks:
             self._run(client.close())
 
     def cpu_s(self, name: str) -> float:
-        """CPU that the processes of a stack have had, threads that are gone included."""
+        """Return the CPU time of the processes of a stack, with that of ended threads."""
         return sum(time.clock_gettime(~process.pid << 3 | _PROCESS_CPU) for process in self._processes[name])
 
     def requests(self, name: str, kind: str, number: int) -> tuple[float, float]:
-        """Send them one after the other; returns the medians of TPOT and TTFT in ms."""
+        """Send requests one after the other; return the medians of TPOT and TTFT in ms."""
         done = [self._run(self._one(self._clients[name], kind == ON)) for _ in range(number)]
         ttft_s, tpot_s = (statistics.median(column) for column in zip(*done, strict=True))
         return 1e3 * tpot_s, 1e3 * ttft_s
@@ -139,7 +138,7 @@ async def _connect(target: str) -> AsyncClient:
 
 
 def _pin(process: Process, core: int) -> None:
-    """Every thread of it: workers compute on one core, everything else is on the other."""
+    """Pin every thread of a process: workers compute on one core, everything else runs on the other."""
     for thread in os.listdir(f"/proc/{process.pid}/task"):
         os.sched_setaffinity(int(thread), {core})
 
@@ -166,7 +165,7 @@ def rounds(stacks: Stacks, num_rounds: int, num_requests: int) -> Blocks:
     open_blocks: dict[str, Open] = {}
 
     def close(now: float) -> None:
-        """Count those whose spans have been sent by now."""
+        """Count the blocks whose spans have been sent by now."""
         for name, block in list(open_blocks.items()):
             if now - block.done_at >= SENT_S:
                 cpu_us = 1e6 * (stacks.cpu_s(name) - block.before_s) / (num_requests * OUTPUT)
@@ -211,7 +210,7 @@ def compare(report: Report, blocks: Blocks) -> None:
 
 
 def _ratio(values: list[float], against: list[float]) -> float:
-    """The median of the rounds' ratios."""
+    """Return the median of the rounds' ratios."""
     return statistics.median(value / other for value, other in zip(values, against, strict=True))
 
 
@@ -232,7 +231,7 @@ def main() -> int:
         stacks = Stacks(Path(name), exits, runner)
         compare(report, rounds(stacks, *((1, 20) if arguments.quick else (NUM_ROUNDS, NUM_REQUESTS))))
         stacks.close()
-        time.sleep(SENT_S + 1)  # what the receiver has is told each second
+        time.sleep(SENT_S + 1)  # the receiver prints its count each second
         report.add("spans that the collector received", stacks.num_spans, "spans", goal="value >= 1")
     after_the_last_token(report, 500 if arguments.quick else 5000)
     return finish(arguments, report)

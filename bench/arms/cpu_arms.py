@@ -1,4 +1,4 @@
-"""Arms of bench/cpu.py: a whole engine of ours with random weights of one form. Answers in seconds."""
+"""Arms of bench/cpu.py: a whole engine of ours with random weights of one form. Times are in seconds."""
 
 import statistics
 import time
@@ -33,7 +33,7 @@ class Form:
     """A weight form of ours."""
 
     bits: int
-    group: int = 0  # 0: one scale a row
+    group: int = 0  # 0: one scale per row
     activations: str = "none"
 
 
@@ -50,7 +50,7 @@ EXPERT_NAMES = ("mlp.gate", *(f"mlp.experts.{{}}.{name}_proj" for name in ("gate
 
 
 class RandomSource(WeightSource):
-    """Random weights of one form. Modules of one shape share their values: kernels pack copies of their own."""
+    """Random weights of one form. Modules of one shape share their values, since kernels pack copies."""
 
     name = "random"
 
@@ -61,7 +61,7 @@ class RandomSource(WeightSource):
 
     @property
     def file_bytes(self) -> int:
-        """Return the bytes of a file with the values and fp16 scales."""
+        """The bytes of a file with the values and fp16 scales."""
         return self._stored
 
     def tensor(self, name: str, *size: int) -> Tensor:
@@ -112,12 +112,12 @@ def make_spec(shape: Shape, num_layers: int, vocab_size: int) -> ModelSpec:
 
 
 def linear_weights(spec: ModelSpec, head: bool) -> int:
-    """Return the number of weights that a token is multiplied by; `head`: its logits are wanted, too."""
+    """Return the number of weights that a token is multiplied by, with the output head if `head`."""
     return spec.num_layer_weights(chosen_only=True) + head * spec.hidden_size * spec.vocab_size
 
 
 def unread_bytes(model: Model) -> int:
-    """Return the bytes of experts that one token does not meet, less those of routers, which the report leaves out."""
+    """Return the bytes of experts that one token does not use, minus those of routers, which the report leaves out."""
     num_bytes = 0
     for layer in model.layers:
         if (experts := layer.experts) is not None:
@@ -127,21 +127,21 @@ def unread_bytes(model: Model) -> int:
 
 
 class Arm:
-    """A whole engine, and what a request of it takes."""
+    """A whole engine, and the times of its requests."""
 
     def __init__(self, engine: Engine):
         self._engine, self._count = engine, 0
         self._generator = torch.Generator().manual_seed(0)
 
     def prefill_s(self, num_prompt: int) -> float:
-        """From submit to the first token."""
+        """Return the seconds from submit to the first token."""
         request = self._request(num_prompt, 1)
         begun = time.perf_counter()
         bare.run(self._engine, [request])
         return time.perf_counter() - begun
 
     def step_s(self, batch_size: int, num_prompt: int, num_steps: int) -> float:
-        """Median of the steps in which every sequence decodes."""
+        """Return the median seconds of a step in which every sequence decodes."""
         engine, open_requests, seconds = self._engine, batch_size, []
         for _ in range(batch_size):
             engine.submit(self._request(num_prompt, num_steps + batch_size * num_prompt // 64 + 8))
@@ -150,7 +150,8 @@ class Arm:
             outputs = engine.step()
             runs = [each for each in outputs if isinstance(each, TokenRun)]
             if len(runs) == batch_size:
-                num_done = len(runs[0].token_ids)  # several steps may be one call, at whose end the first may end
+                # one call may run several steps, at whose end the first sequence may end
+                num_done = len(runs[0].token_ids)
                 seconds += [(time.perf_counter() - begun) / num_done] * num_done
             open_requests -= sum(isinstance(each, RequestEnded) for each in outputs)
         return statistics.median(seconds[2:num_steps])

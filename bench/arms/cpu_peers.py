@@ -1,5 +1,5 @@
-"""Against whom bench/cpu.py measures: llama.cpp and OpenVINO in processes of their own, transformers in this one;
-seconds of each."""
+"""The peers of bench/cpu.py: llama.cpp and OpenVINO in their own processes, transformers in this one. Times are in
+seconds."""
 
 import json
 import os
@@ -46,14 +46,14 @@ class Peer:
 
 
 def peers_python() -> Path:
-    """Return the interpreter beside which peers are installed: built for the tier of BATON_ISA, or for this machine."""
+    """Return the interpreter of the peers' environment: built for the tier of BATON_ISA, or for this machine."""
     cap = os.environ.get("BATON_ISA")
     return ROOT / (f".venv-peers-{cap}" if cap else ".venv-peers") / "bin" / "python"
 
 
 def open_peers(folder: Path, num_layers: int) -> list[Peer]:
-    """Start llama.cpp and OpenVINO where `make bench-peers` has installed them. OpenVINO chooses its instructions
-    itself: it has no rows where BATON_ISA caps ours."""
+    """Start llama.cpp and OpenVINO if `make bench-peers` has installed them. OpenVINO chooses its instructions itself,
+    so it has no rows if BATON_ISA limits ours."""
     if not peers_python().exists():
         return []
     llama_cpp = Peer(LLAMA_CPP, "llama_cpp_peer", folder, num_layers)
@@ -63,7 +63,7 @@ def open_peers(folder: Path, num_layers: int) -> list[Peer]:
 
 
 def open_mixture_peers(folder: Path, num_layers: int) -> list[Peer]:
-    """Start llama.cpp with the mixture where it is installed."""
+    """Start llama.cpp with the mixture if it is installed."""
     return [Peer(LLAMA_CPP, "llama_cpp_peer", folder, num_layers, "mixture")] if peers_python().exists() else []
 
 
@@ -71,7 +71,7 @@ class Transformers:
     """LlamaForCausalLM with its defaults (SDPA, a dynamic cache)."""
 
     def __init__(self, num_layers: int, dtype: torch.dtype):
-        from transformers import LlamaConfig, LlamaForCausalLM  # of the extra `test`
+        from transformers import LlamaConfig, LlamaForCausalLM  # from the extra `test`
 
         config = LlamaConfig(
             vocab_size=VOCAB_SIZE, hidden_size=LLAMA.hidden_size, intermediate_size=LLAMA.ffn_size,

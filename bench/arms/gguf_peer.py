@@ -1,10 +1,9 @@
-"""What the peers of bench/cpu.py that read .gguf files have in common: the file, and one JSON line in, one out.
+"""What the peers of bench/cpu.py that read .gguf files share: the file, and one JSON line in, one out.
 
-    {"type": "Q8_0", "batch_size": 1, "num_prompt": 512, "num_steps": 0}  ->  {"seconds": [...]}
+{"type": "Q8_0", "batch_size": 1, "num_prompt": 512, "num_steps": 0}  ->  {"seconds": [...]}
 
-`seconds`: of the prompt where num_steps is 0, else of every step that decodes one token of each of batch_size sequences
-in parallel. Runs in .venv-peers (make bench-peers), without torch.
-"""
+`seconds` are those of the prompt if num_steps is 0, else of every step that decodes one token of each of batch_size
+sequences in parallel. Runs in .venv-peers (make bench-peers), without torch."""
 
 import itertools
 import json
@@ -19,7 +18,7 @@ import numpy as np
 from bench.arms.shape import LLAMA, MIXTURE, ROPE_THETA, VOCAB_SIZE, Shape
 
 NUM_THREADS = 2
-DISTINCT_ROWS = 512  # of a matrix, which repeats them: rounding a whole vocabulary takes numpy many seconds
+DISTINCT_ROWS = 512  # of a matrix, which repeats them: numpy takes many seconds to round a whole vocabulary
 MAX_CONTEXT = 8192
 FILE_TYPES = {
     gguf.GGMLQuantizationType.BF16: gguf.LlamaFileType.MOSTLY_BF16,
@@ -37,8 +36,8 @@ class Model(Protocol):
 
 
 def serve(load: Callable[[Path], Model]) -> None:
-    """Answer the lines of stdin: `python -m MODULE FOLDER NUM_LAYERS [mixture]`. Writes the file of a type into FOLDER
-    when it is first asked for."""
+    """Answer the lines of stdin: `python -m MODULE FOLDER NUM_LAYERS [mixture]`. The file of a type is written into
+    FOLDER on its first request."""
     folder, num_layers, shape = Path(sys.argv[1]), int(sys.argv[2]), MIXTURE if "mixture" in sys.argv[3:] else LLAMA
     loaded: dict[str, Model] = {}
     for line in sys.stdin:
@@ -55,7 +54,7 @@ def serve(load: Callable[[Path], Model]) -> None:
 
 
 def write(path: Path, kind: gguf.GGMLQuantizationType, shape: Shape, num_layers: int) -> None:
-    """Write a Llama, or a Qwen3-MoE; the layers share their random values, and so do experts, not their memory."""
+    """Write a Llama, or a Qwen3-MoE. Layers share their random values, and so do experts, but not their memory."""
     rng = np.random.default_rng(0)
     writer = gguf.GGUFWriter(path, "qwen3moe" if shape.num_experts else "llama")
     writer.add_context_length(MAX_CONTEXT)
@@ -114,7 +113,7 @@ def write(path: Path, kind: gguf.GGMLQuantizationType, shape: Shape, num_layers:
 
 
 def _add_tokenizer(writer: gguf.GGUFWriter) -> None:
-    """Add a byte-level BPE of VOCAB_SIZE tokens: OpenVINO reads no file without one. Nobody tokenizes with it."""
+    """Add a byte-level BPE of VOCAB_SIZE tokens: OpenVINO needs one to read the file, though nothing is tokenized."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]  # GPT-2's letters for bytes
     letters = [*map(chr, printable), *(chr(256 + index) for index in range(256 - len(printable)))]
     pairs = itertools.islice(itertools.product(letters, letters), max(0, VOCAB_SIZE - 258))
@@ -123,7 +122,7 @@ def _add_tokenizer(writer: gguf.GGUFWriter) -> None:
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("gpt-2")
     writer.add_token_list(tokens)
-    control = {256, 257}  # without any OpenVINO does not build its detokenizer
+    control = {256, 257}  # without control tokens OpenVINO does not build its detokenizer
     writer.add_token_types(
         [gguf.TokenType.CONTROL if index in control else gguf.TokenType.NORMAL for index in range(len(tokens))]
     )

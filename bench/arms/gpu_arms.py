@@ -1,4 +1,4 @@
-"""Arms of bench/gpu.py: an engine with random weights of the Llama-3.1-8B shape. Answers in seconds."""
+"""Arms of bench/gpu.py: an engine with random weights of the Llama-3.1-8B shape. Times are in seconds."""
 
 import math
 import statistics
@@ -14,10 +14,10 @@ ROOT = SpanHash(b"root" * 8)
 
 
 class Ours(RandomEngine):
-    """With what is measured."""
+    """An engine with random weights, and its measurements."""
 
     def prefill_s(self, num_prompt: int, ids: list[int] | None = None) -> float:
-        """From submit to the first token."""
+        """Return the seconds from submit to the first token."""
         self.engine.submit(self.request(ids or self.ids(num_prompt), 1))
         begun = time.perf_counter()
         while not any(isinstance(each, PrefillDone) for each in self.engine.step()):
@@ -28,7 +28,7 @@ class Ours(RandomEngine):
 
     def steps_s(self, batch_size: int, num_prompt: int, num_steps: int, least_steps: int = 3) -> list[float]:
         """Return the seconds of each step in which every sequence decodes, around the given context, without the first
-        ones."""
+        steps."""
         num_output = num_steps + least_steps + self.num_prefill_steps(batch_size, num_prompt) + 2
         for _ in range(batch_size):
             self.engine.submit(self.request(self.ids(num_prompt), num_output))
@@ -45,7 +45,7 @@ class Ours(RandomEngine):
         return statistics.median(self.steps_s(batch_size, num_prompt, num_steps))
 
     def replay_s(self, batch_size: int, num_runs: int) -> float:
-        """The bare graph of a decode step, on the inputs that it had last."""
+        """Return the seconds of the bare graph of a decode step, replayed on its last inputs."""
         times = []
         for _ in range(num_runs):
             begun = time.perf_counter()
@@ -54,13 +54,13 @@ class Ours(RandomEngine):
         return statistics.median(times)
 
     def tokens(self, prompts: list[list[int]], num_output: int) -> list[list[int]]:
-        """Greedy answers to prompts that run together."""
+        """Return greedy answers to prompts that run concurrently."""
         requests = [self.request(ids, num_output) for ids in prompts]
         answers = bare.run(self.engine, requests)
         return [answers[request.key.request_id][0].token_ids for request in requests]
 
     def hit_s(self, num_prompt: int) -> tuple[float, float]:
-        """To the first token of a prompt, cold, and again when all of it is cached."""
+        """Return the seconds to the first token of a prompt, cold and fully cached."""
         ids = self.ids(num_prompt)
         hashes = tuple(chain_hashes(ROOT, ids))
         found = []
@@ -77,7 +77,7 @@ class Ours(RandomEngine):
 
 
 def prefill_flops(num_tokens: int, sizes: tuple[int, ...] = LLAMA_8B) -> float:
-    """Return the FLOPs of one prompt: projections of every token, the head of the last one, the causal half of
+    """Return the FLOPs of one prompt: projections of every token, the output head for the last one, the causal half of
     attention."""
     num_layers, hidden, inner, num_heads, num_kv_heads, head_dim, vocab = sizes
     layer = hidden * (2 * num_heads + 2 * num_kv_heads) * head_dim + 3 * hidden * inner

@@ -1,9 +1,8 @@
-"""Two engines on one GPU, a process each: what decode loses while the other reads prompts, and the other way round.
+"""Two engines on one GPU, in a process each: what decoding loses while the other reads prompts, and the reverse.
 
 Kernels of two processes run at the same time only under CUDA's Multi-Process Service (nvidia-cuda-mps-control -d,
-before anything else uses the GPU); otherwise they take turns. A share of the multiprocessors can be all that prompts
-get.
-"""
+before anything else uses the GPU); otherwise they take turns. Prompts can be limited to a share of the
+multiprocessors."""
 
 import multiprocessing
 import os
@@ -17,7 +16,7 @@ from bench.arms import gpu_arms
 
 DECODE_BATCH, DECODE_CONTEXT = 32, 1024
 PREFILL_SHARE = 0.7  # of the multiprocessors, in the row with a share
-PROMPT, CHUNK = 8192, 2048  # a step of 2,048 tokens is what a decode step may have to wait for
+PROMPT, CHUNK = 8192, 2048  # a decode step may have to wait for a step of 2,048 tokens
 
 
 @dataclass(frozen=True)
@@ -34,8 +33,7 @@ def has_mps() -> bool:
 
 
 def measure(quick: bool, sm_share: float | None = None) -> Interference:
-    """Engines are made in turn, so that both have loaded before anything is timed. `sm_share`: of the one that reads
-    prompts."""
+    """Measure both engines, which are loaded before anything is timed. `sm_share`: of the engine that reads prompts."""
     num_steps, seconds = (200, 3.0) if quick else (1000, 10.0)
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
@@ -59,7 +57,8 @@ def measure(quick: bool, sm_share: float | None = None) -> Interference:
 
 
 def _p99(seconds: list[float]) -> float:
-    """Exclusive quantile, not baton.loadgen.summary's: comparable with the recorded results."""
+    """Return the 99th percentile as an exclusive quantile, unlike baton.loadgen.summary's, so that it is comparable
+    with the recorded results."""
     return statistics.quantiles(seconds, n=100)[98]
 
 

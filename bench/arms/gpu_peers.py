@@ -1,4 +1,4 @@
-"""Other engines on the same GPU: the same shape with random weights, tokens per second of plain decode."""
+"""Other engines on the same GPU: the same shape with random weights, and tokens per second of plain decoding."""
 
 import importlib.util
 import json
@@ -21,12 +21,12 @@ Rates = dict[int, float]  # tokens/s by batch size
 
 
 def missing() -> dict[str, str]:
-    """Peer -> why it is not measured."""
+    """Return why a peer is not measured, by peer."""
     return {name: "not installed" for name, package in _PACKAGES.items() if importlib.util.find_spec(package) is None}
 
 
 def installed() -> dict[str, Callable[[int, Sequence[int], int], Rates]]:
-    """Peer -> run(context, batch sizes, steps)."""
+    """Return run(context, batch sizes, steps) by peer."""
     known = {"vLLM": vllm, "transformers": transformers}
     return {name: run for name, run in known.items() if name not in missing()}
 
@@ -42,7 +42,7 @@ def config() -> dict:
 
 
 def vllm(num_context: int, sizes: Sequence[int], num_steps: int) -> Rates:
-    """Its own CUDA graphs; the time of a run without the steps is taken off."""
+    """Measure vLLM with its own CUDA graphs; the time of a run without the steps is subtracted."""
     from vllm import LLM, SamplingParams
 
     with tempfile.TemporaryDirectory() as folder:
@@ -63,7 +63,7 @@ def vllm(num_context: int, sizes: Sequence[int], num_steps: int) -> Rates:
 
 
 def transformers(num_context: int, sizes: Sequence[int], num_steps: int) -> Rates:
-    """Its default attention and cache, up to 64 sequences."""
+    """Measure transformers with its default attention and cache, up to 64 sequences."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     with torch.device("cuda"):

@@ -15,14 +15,14 @@ MAX_BATCH = 512
 
 
 class LlamaCppModel:
-    """One file, loaded with the defaults of llama.cpp, and a context for up to 32 sequences."""
+    """One file, loaded with llama.cpp's defaults, and a context for up to 32 sequences."""
 
     def __init__(self, path: Path):
         self._model = llama.llama_model_load_from_file(str(path).encode(), llama.llama_model_default_params())
         params = llama.llama_context_default_params()
         params.n_ctx, params.n_batch, params.n_ubatch, params.n_seq_max = MAX_CONTEXT, MAX_BATCH, MAX_BATCH, 32
         params.n_threads = params.n_threads_batch = NUM_THREADS
-        params.kv_unified = True  # the better of the two for sequences of unequal length
+        params.kv_unified = True  # the better setting for sequences of unequal length
         self._context = llama.llama_init_from_model(self._model, params)
         self._batch = llama.llama_batch_init(MAX_BATCH, 0, 1)
         if not self._model or not self._context:
@@ -43,7 +43,7 @@ class LlamaCppModel:
         ]
 
     def _decode(self, entries: list[tuple[int, int, int, bool]]) -> float:
-        """(token id, position, sequence, wants logits) each; seconds."""
+        """Decode entries (token id, position, sequence, wants logits); return the seconds."""
         batch = self._batch
         batch.n_tokens = len(entries)
         for i, (token, position, seq, logits) in enumerate(entries):

@@ -1,7 +1,6 @@
 """OpenVINO GenAI as a peer of bench/cpu.py (gguf_peer.py): python -m bench.arms.openvino_peer FOLDER NUM_LAYERS.
 
-With its defaults: continuous batching over paged KV in 8 bits, bf16 arithmetic where the processor has it.
-"""
+With its defaults: continuous batching over paged KV in 8 bits, and bf16 arithmetic if the processor has it."""
 
 import gc
 import time
@@ -37,7 +36,7 @@ class OpenVinoModel:
             )
             for index in range(batch_size)
         ]
-        steps = [self._step()]  # all prompts are read in the first step
+        steps = [self._step()]  # the first step reads all prompts
         while self._pipeline.has_non_finished_requests():
             steps.append(self._step())
         del handles

@@ -1,4 +1,4 @@
-"""The part `abuse` of bench/overload.py: a canary's time beside each abuse of each port, over its time alone."""
+"""The part `abuse` of bench/overload.py: a canary's time during each abuse of each port, over its time alone."""
 
 import asyncio
 from pathlib import Path
@@ -13,7 +13,7 @@ QUICK = ("silent connections", "no message", "many streams", "unread answers", "
 
 
 def abuse(report: Report, folder: Path, quick: bool) -> None:
-    """A row a port and abuse, of its callers the worst; `against` is the same call's time alone."""
+    """Add a row for each port and abuse, with its worst caller; `against` is the same call's time alone."""
     model = make_model(folder / "tiny")
     found = [cell for cell in cells() if not quick or cell.abuse.name in QUICK]
     for kv in dict.fromkeys(cell.port.kv for cell in found):

@@ -1,8 +1,7 @@
-"""One rung of bench/ladder.py: an engine of some options, and how requests are given to it.
+"""One rung of bench/ladder.py: an engine with some options, and how requests are submitted to it.
 
-A naive server is made here and not in the engine: batches that begin when all of the one before have ended, and a place
-in the pool for the longest answer whatever a request needs are rules of who submits what and when.
-"""
+The rules of a naive server are made here and not in the engine: a batch begins when the previous one has ended
+completely, and each request reserves room for the longest answer."""
 
 import itertools
 import time
@@ -19,7 +18,7 @@ from baton.loadgen.workload import Job
 from baton.sampling_params import SamplingParams
 from kvtransfer.naming import chain_hashes, root_hash
 
-IDLE_S = 0.0005  # between two looks at the clock while no request has arrived
+IDLE_S = 0.0005  # between two checks of the clock while no request has arrived
 
 
 @dataclass(frozen=True)
@@ -33,8 +32,9 @@ class Technique:
 
 @dataclass(frozen=True)
 class Rules:
-    """`continuous`: a request joins when there is room for it, not when the batch has ended. `paged`: room is what it
-    holds, not the longest answer. `named`: its spans have names, so prefixes are found."""
+    """Rules of submitting. `continuous`: a request joins when there is room, not when the batch has ended. `paged`: it
+    takes the room that it holds, not that of the longest answer. `named`: its spans have names, so prefixes are
+    found."""
 
     continuous: bool = False
     paged: bool = False
@@ -43,8 +43,8 @@ class Rules:
 
 @dataclass
 class Ran:
-    """One run. `kv_use`: bytes of KV that are computed and needed over those held for it, mean over the steps; None
-    where it was not measured."""
+    """One run. `kv_use`: bytes of KV that are computed and needed over those reserved, averaged over the steps; None if
+    not measured."""
 
     outcomes: list[Outcome]
     kv_use: float | None
@@ -59,10 +59,10 @@ class Ran:
 
 
 class Rung:
-    """`run(jobs)`, again and again."""
+    """One rung; `run(jobs)` may be called repeatedly."""
 
     def __init__(self, model: Path, base: dict[str, object], techniques: Sequence[Technique]):
-        """`base`: options of the naive engine, which each technique's win over."""
+        """Load the engine. `base`: options of the naive engine, which those of each technique override."""
         options, rules = dict(base), Rules()
         for technique in techniques:
             options |= technique.options
@@ -74,10 +74,10 @@ class Rung:
         self._parent = root_hash(self.engine.model_identity)
 
     def run(self, jobs: Sequence[Job]) -> Ran:
-        """Each job at its arrival, as soon as the rules let it in."""
+        """Submit each job at its arrival, as soon as the rules admit it."""
         waiting, outcomes = deque(sorted(jobs, key=lambda job: job.at_s)), []
         running: dict[str, Outcome] = {}
-        samples, batch = [], 0  # places of the batch under way
+        samples, batch = [], 0  # entries of the running batch
         begun = time.perf_counter()
         while waiting or running:
             now = time.perf_counter() - begun
@@ -108,7 +108,7 @@ class Rung:
         return min(config.max_num_seqs, self.engine.num_blocks * config.block_size // config.max_model_len)
 
     def _enter(self, job: Job) -> str | None:
-        """Its request id, or None where the pool has no room yet."""
+        """Submit a job; return its request id, or None if the pool has no room yet."""
         request_id = next(self._request_ids)
         hashes = chain_hashes(self._parent, job.token_ids) if self.rules.named else []
         request = Request(
@@ -127,7 +127,7 @@ class Rung:
         return request_id
 
     def _kv(self, num_places: int) -> tuple[int, int]:
-        """Tokens (live, held). A token that several requests share is live once."""
+        """Return the tokens (live, reserved). A token that several requests share is live once."""
         engine, size = self.engine, self.engine.layout.block_size
         live: dict[int, int] = {}
         for group in engine.admission.groups.values():

@@ -1,4 +1,4 @@
-"""Run a bench that was started by its path as the module that it is."""
+"""Run a bench that was started by its path as a module."""
 
 import runpy
 import sys
@@ -8,9 +8,9 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def run() -> None:
-    """Continue `python bench/NAME.py` as `python -m bench.NAME`, from any folder; end with its exit status.
+    """Continue `python bench/NAME.py` as `python -m bench.NAME`, from any folder, and exit with its status.
 
-    A script's own folder heads the path, where bench/gateway.py would be found in place of the gateway."""
+    Otherwise the script's folder would be first on the path, and bench/gateway.py would hide the gateway."""
     name = Path(sys.argv[0]).stem
     sys.path[0] = str(ROOT)
     runpy.run_module(f"bench.{name}", run_name="__main__", alter_sys=True)

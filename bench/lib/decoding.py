@@ -1,4 +1,4 @@
-"""One batch through a bare engine: what it wrote, and what that took from when its last prompt was read."""
+"""Run one batch through a bare engine, and return its tokens with their times from when the last prompt was read."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -11,7 +11,7 @@ from tests.support import bare
 
 @dataclass(frozen=True)
 class Decoded:
-    """Tokens and times from when the last prompt was read, `total_s` from the beginning."""
+    """Tokens, and times from when the last prompt was read; `total_s` from the beginning."""
 
     answers: list[list[int]]
     num_tokens: int
@@ -27,19 +27,20 @@ class Decoded:
 
     @property
     def tokens_per_cpu_s(self) -> float:
-        """Return tokens per second of CPU time: no figure for clients, but not changed by other load on the core."""
+        """Return tokens per second of CPU time: not what clients see, but unaffected by other load on the core."""
         return self.num_tokens / self.decode_cpu_s
 
 
 def greedy(names, prompts: Sequence[Sequence[int]], num_output: int, width: int | None) -> list[Request]:
-    """Requests named by `names`, one prompt each. `width`: proposals in every step; None: as many as pay."""
+    """Return greedy requests named by `names`, one per prompt. `width`: proposals in every step; None: as many as pay
+    off."""
     speculation = Speculation(num_tokens=width)
     requests = [bare.make_request(str(next(names)), prompt, max_tokens=num_output) for prompt in prompts]
     return [replace(request, speculation=speculation) for request in requests]
 
 
 def decode(engine: Engine, requests: Sequence[Request], on_read: Callable[[], None] = lambda: None) -> Decoded:
-    """Submits all at once; `on_read` is called when the last prompt was read."""
+    """Submit all requests and run them to the end; `on_read` is called when the last prompt has been read."""
     answers: dict[str, list[int]] = {request.key.request_id: [] for request in requests}
     num_reading = num_open = len(requests)
     num_tokens = num_proposed = num_accepted = 0
@@ -61,7 +62,7 @@ def decode(engine: Engine, requests: Sequence[Request], on_read: Callable[[], No
                     num_open -= 1
                     num_proposed += output.report.num_draft_tokens
                     num_accepted += output.report.num_accepted_tokens
-        if num_reading == 0:  # from here on it decodes only
+        if num_reading == 0:  # from here on it only decodes
             num_reading, num_tokens = -1, 0
             on_read()
             read, read_cpu = time.perf_counter(), time.process_time()

@@ -1,4 +1,4 @@
-"""Measure this GPU's limits in the run that quotes them; and tell if there is a GPU."""
+"""Measure this GPU's limits in the run that quotes them, and tell whether there is a GPU."""
 
 import statistics
 from collections.abc import Callable
@@ -20,7 +20,7 @@ def missing() -> str:
 
 
 def event_seconds(run: Callable[[], object], num_runs: int = _NUM_RUNS) -> float:
-    """Median on the device, after three to warm up."""
+    """Return the median time on the device, after three warm-up runs."""
     seconds = []
     for index in range(num_runs + 3):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -35,14 +35,14 @@ def event_seconds(run: Callable[[], object], num_runs: int = _NUM_RUNS) -> float
 
 @dataclass(frozen=True)
 class GpuLimits:
-    """Copied bytes/s, reads and writes counted both; FLOP/s of a bf16 and of an fp8 product of 8192^3."""
+    """Copied bytes/s, counting reads and writes; FLOP/s of a bf16 and of an fp8 product of 8192^3."""
 
     bytes_per_s: float
     bf16_flops: float
     fp8_flops: float | None
 
     def step_s(self, num_bytes: float) -> float:
-        """Return the seconds to read that many bytes once."""
+        """Return the seconds to read `num_bytes` once."""
         return num_bytes / self.bytes_per_s
 
 

@@ -1,4 +1,4 @@
-"""A model of random weights whose layers are ten times as large as the shipped one's, with the shipped tokenizer."""
+"""A model of random weights with layers ten times as large as the shipped model's, and its tokenizer."""
 
 import json
 import shutil

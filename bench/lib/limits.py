@@ -1,4 +1,4 @@
-"""Measure this machine's limits, printed beside every figure that they bound."""
+"""Measure this machine's limits, which are printed beside every figure that they bound."""
 
 import time
 from collections.abc import Callable
@@ -10,11 +10,11 @@ import torch.nn.functional as F
 
 from bench.lib.report import Report
 
-_SIZE_BYTES = 256 << 20  # beyond any cache
+_SIZE_BYTES = 256 << 20  # larger than any cache
 
 
 def best_seconds(action: Callable[[], object], num_rounds: int = 5) -> float:
-    """The fastest of a few runs, after one to warm up: a limit is what was reached at best."""
+    """Return the shortest time of a few runs after a warm-up: a limit is the best that was reached."""
     action()
     times = []
     for _ in range(num_rounds):
@@ -25,7 +25,7 @@ def best_seconds(action: Callable[[], object], num_rounds: int = 5) -> float:
 
 
 def copy_bytes_per_s() -> float:
-    """Reads and writes counted both."""
+    """Return the bytes per second of a copy, counting reads and writes."""
     source = torch.ones(_SIZE_BYTES, dtype=torch.uint8)
     destination = torch.empty_like(source)
     return 2 * _SIZE_BYTES / best_seconds(lambda: destination.copy_(source))
@@ -37,21 +37,21 @@ def read_bytes_per_s() -> float:
 
 
 def gemm_flops(dtype: torch.dtype, size: int = 1024) -> float:
-    """As layers multiply: of bf16 torch has a fast F.linear on more processors than a fast matmul."""
+    """Return the FLOP/s of a linear layer: for bf16, more processors have a fast F.linear than a fast matmul."""
     x, weight = torch.randn(size, size, dtype=dtype), torch.randn(size, size, dtype=dtype)
     return 2 * size**3 / best_seconds(lambda: F.linear(x, weight))
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of a model whose every weight is read once a step and multiplied once a token."""
+    """Limits of a model whose every weight is read once per step and multiplied once per token."""
 
     read_bytes_per_s: float
-    gemm_flops: float  # bf16, or fp32 where that is faster
+    gemm_flops: float  # of bf16, or fp32 if that is faster
     weight_bytes: int  # of bf16 weights
 
     def prefill_s(self, num_tokens: int) -> float:
-        return num_tokens * self.weight_bytes / self.gemm_flops  # 2 FLOP a weight, 2 bytes a weight
+        return num_tokens * self.weight_bytes / self.gemm_flops  # 2 FLOP and 2 bytes per weight
 
     def step_s(self, num_rows: int) -> float:
         return max(self.weight_bytes / self.read_bytes_per_s, self.prefill_s(num_rows))
@@ -61,7 +61,7 @@ class Limits:
 
 
 def measure(report: Report, weights: Path) -> Limits:
-    """Adds copy bandwidth, a read sweep and GEMM rates, with as many threads as torch takes by itself."""
+    """Add copy bandwidth, a read sweep and GEMM rates, with torch's default number of threads."""
     copied, read = copy_bytes_per_s(), read_bytes_per_s()
     fp32, bf16 = gemm_flops(torch.float32), gemm_flops(torch.bfloat16)
     report.add("machine: copy of 256 MiB", copied / 1e9, "GB/s")

@@ -1,4 +1,4 @@
-"""Measure the peak of this machine's multipliers (peak.cpp, compiled when it is needed)."""
+"""Measure the peak of this machine's multipliers (peak.cpp, compiled on demand)."""
 
 import subprocess
 import tempfile
@@ -13,7 +13,8 @@ SOURCE = Path(__file__).with_name("peak.cpp")
 
 @dataclass(frozen=True)
 class Peak:
-    """Operations a second on registers alone, a product and a sum counted as two, and the instructions that do them."""
+    """Operations per second on registers alone, counting a product and a sum as two, and the instructions that reach
+    it."""
 
     floats: float
     ints: float
@@ -22,7 +23,8 @@ class Peak:
 
 
 def measure(num_threads: int) -> Peak | None:
-    """With the instructions of the best tier, which BATON_ISA caps. None without a compiler, and below AVX2."""
+    """Measure with the instructions of the best tier, which BATON_ISA limits. None without a compiler, and below
+    AVX2."""
     found, tiers = compiler.find(), available()
     if found is None or not tiers:
         return None
@@ -33,6 +35,6 @@ def measure(num_threads: int) -> Peak | None:
         ran = subprocess.run([program, str(num_threads)], check=True, capture_output=True, text=True)
     if not ran.stdout:
         return None
-    has_vnni = "-mavx512vnni" in tiers[-1].flags  # also of AMX, whose tiles are not measured
+    has_vnni = "-mavx512vnni" in tiers[-1].flags  # also for AMX, whose tiles are not measured
     names = ("vdpbf16ps", "vpdpbusd") if has_vnni else ("vfmadd231ps", "vpmaddwd and vpaddd")
     return Peak(*map(float, ran.stdout.split()), *names)

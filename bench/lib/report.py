@@ -1,4 +1,4 @@
-"""Report a bench: rows with a value, its baseline, the machine's own limit, a goal, and the noise."""
+"""The report of a bench: rows with a value, its baseline, the machine's limit, a goal, and the noise."""
 
 import argparse
 import datetime
@@ -26,7 +26,7 @@ PACKAGES = ("torch", "grpcio", "protobuf", "tokenizers", "redis")
 
 @dataclass(frozen=True)
 class Row:
-    """`ratio` = value / against; `limit` is what the machine could do at best, in the same unit."""
+    """One figure. `ratio` = value / against; `limit` is the machine's best in the same unit."""
 
     row: str
     value: float
@@ -34,18 +34,19 @@ class Row:
     against: float | None = None
     limit: float | None = None
     ratio: float | None = None
-    goal: str = ""  # "ratio >= 0.80", "value < 120": what `met` says of it
+    goal: str = ""  # "ratio >= 0.80", "value < 120"; `met` says whether it is reached
     met: bool | None = None
 
 
 @dataclass
 class Report:
-    """Rows of one run, and on what they were measured. `kept` are those that earlier runs wrote to the same file."""
+    """The rows of one run, and the machine that they were measured on. `kept` are rows that earlier runs wrote to the
+    same file."""
 
     command: str
     quick: bool
     rows: list[Row] = field(default_factory=list)
-    failed: str = ""  # why there are no more
+    failed: str = ""  # why the run ended early
     kept: list[Row] = field(default_factory=list)
 
     def add(
@@ -58,7 +59,7 @@ class Report:
         limit: float | None = None,
         goal: str = "",
     ) -> Row:
-        """Adds and prints a row; `goal` is "ratio|value OP NUMBER"."""
+        """Add and print a row; `goal` is "ratio|value OP NUMBER"."""
         ratio = value / against if against else None
         made = Row(row, value, unit, against, limit, ratio, goal, _is_met(goal, value, ratio))
         self.rows.append(made)
@@ -67,12 +68,12 @@ class Report:
 
     @property
     def all_rows(self) -> list[Row]:
-        """Return what is kept, less what was measured again, and this run's own."""
+        """Return the kept rows that were not measured again, and this run's own."""
         names = {row.row for row in self.rows}
         return [*(row for row in self.kept if row.row not in names), *self.rows]
 
     def go_on(self, path: Path) -> None:
-        """Keep the rows of a file to which earlier runs wrote other parts. Raises SystemExit if it is of another
+        """Keep the rows of a file to which earlier runs wrote other parts. Raises SystemExit if it is from another
         machine."""
         earlier = json.loads(path.read_text())
         for what, here in (("quick", self.quick), ("machine", machine()), ("versions", versions())):
@@ -83,7 +84,7 @@ class Report:
         self.command = "; ".join([*commands, self.command])
 
     def write(self, path: Path) -> None:
-        """Everything as JSON, and nothing that names this host."""
+        """Write everything as JSON, without anything that names this host."""
         report = {
             "command": self.command,
             "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
@@ -98,9 +99,10 @@ class Report:
 
 
 def start(name: str, description: str, parts: Sequence[str] = ()) -> tuple[argparse.Namespace, Report]:
-    """The face that all benches share: `python bench/NAME.py [--quick] [--json FILE]`, and [--only PART ...] where a
-    bench has parts that can be run alone (arguments.only: those to run; FILE then keeps the rows of other parts).
-    Behind it a bench ends early by an exception alone: Python asks nobody about sys.exit, and the rows would be
+    """Parse the command line that all benches share: `python bench/NAME.py [--quick] [--json FILE]`, and [--only PART
+    ...] if a bench has parts (arguments.only: those to run; FILE then keeps the rows of other parts).
+
+    After this a bench may end early only by an exception: Python calls no hook for sys.exit, and the rows would be
     lost."""
     parser = argparse.ArgumentParser(prog=f"bench/{name}.py", description=description)
     parser.add_argument("--quick", action="store_true", help="fewer rounds, under 60 s")
@@ -126,7 +128,7 @@ def start(name: str, description: str, parts: Sequence[str] = ()) -> tuple[argpa
 
 
 def finish(arguments: argparse.Namespace, report: Report) -> int:
-    """Writes the file that was asked for; exit status 1 when a goal was missed."""
+    """Write the requested file; return exit status 1 if a goal was missed."""
     if arguments.json:
         report.write(arguments.json)
     missed = [row.row for row in report.rows if row.met is False]
@@ -135,7 +137,7 @@ def finish(arguments: argparse.Namespace, report: Report) -> int:
 
 
 def _end_early(arguments: argparse.Namespace, report: Report, kind: type, error: BaseException, trace) -> None:
-    """Keep the rows measured so far, and end with one line that says why there are no more, and exit status 1."""
+    """Keep the rows measured so far, print one line with the reason, and exit with status 1."""
     report.failed = f"{kind.__name__}: {one_line(error) or 'no message'}"
     if arguments.json:
         report.write(arguments.json)
@@ -144,7 +146,7 @@ def _end_early(arguments: argparse.Namespace, report: Report, kind: type, error:
 
 
 def interleave(arms: dict[str, Callable[[], Measured]], num_rounds: int) -> dict[str, list[Measured]]:
-    """Runs every arm once a round, forth and back in turn, so that drift of the machine falls on all alike."""
+    """Run every arm once a round, in alternating order, so that the machine's drift affects all alike."""
     values: dict[str, list[Measured]] = {name: [] for name in arms}
     for round_index in range(num_rounds):
         names = list(arms) if round_index % 2 == 0 else list(reversed(arms))
@@ -158,16 +160,16 @@ def medians(values: dict[str, list[float]]) -> dict[str, float]:
 
 
 def percentile_ms(seconds: Sequence[float], percent: int) -> float:
-    """Return milliseconds, never more than the largest value; also of a single one: on a busy machine few come. Raises
-    ValueError where there is none."""
+    """Return a percentile in milliseconds, never above the largest value. A single value suffices, since a busy machine
+    gives few. Raises ValueError without any."""
     if not seconds:
         raise ValueError("nothing came while this was measured")
     return 1e3 * percentile(seconds, percent)
 
 
 def machine() -> dict[str, str | int | float]:
-    """Return the facts that figures depend on; no names, no paths."""
-    from baton.engine.native.tier import available  # brings torch, which processes that only send load do without
+    """Return the facts on which figures depend, without names or paths."""
+    from baton.engine.native.tier import available  # loads torch, which processes that only send load save
 
     memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return {

@@ -1,1 +1,1 @@
-"""Processes that benches start beside themselves: clients, stubs, sources and receivers."""
+"""Processes that benches start: clients, stubs, sources and receivers."""

@@ -1,4 +1,4 @@
-"""Send what one tenant can to harm the others, as fast as it is served or refused: for bench/overload.py."""
+"""Send what one tenant can to harm the others, as fast as it is served or refused, for bench/overload.py."""
 
 import asyncio
 import contextlib
@@ -19,13 +19,13 @@ from baton.v1 import inference_pb2_grpc
 
 KINDS = ("streams", "prompts", "tokenize", "unread")
 _NUM_CALLS = {"streams": 250, "prompts": 250, "tokenize": 32, "unread": 250}
-REACHED_S = 60.0  # until a first call is
+REACHED_S = 60.0  # until a first call is served or refused
 _PAUSE_S = 0.02  # after a refusal
 _MESSAGE_CHARACTERS, _MESSAGE_IDS = 8_000, 2_000
 
 
 class Flood(NamedTuple):
-    """Calls of one of KINDS, and how many of them were served or refused until now: one that only fails is no flood."""
+    """Calls of one of KINDS, and how many were served or refused so far: calls that only fail are no flood."""
 
     kind: str
     target: str
@@ -41,8 +41,9 @@ class Flood(NamedTuple):
 
 @contextlib.contextmanager
 def flooding(kind: str, target: str, access: Access, vocab_size: int, context: int) -> Iterator[None]:
-    """From a process of its own, which gives way to others: it is no part of what is measured. Begins once a call was
-    served or refused. Raises RuntimeError where none is, or the process ends: nothing would be measured beside it."""
+    """Flood from a separate process with low priority, which is not part of what is measured. The block begins once a
+    call was served or refused. Raises RuntimeError if none is, or if the process ends, since nothing would be measured
+    then."""
     spawning = multiprocessing.get_context("spawn")
     flood = Flood(kind, target, access, vocab_size, context, spawning.Value("i", 0))
     process = spawning.Process(target=_run, args=(flood,), daemon=True)
@@ -62,7 +63,7 @@ def flooding(kind: str, target: str, access: Access, vocab_size: int, context: i
 
 
 def _check(kind: str, process: SpawnProcess) -> None:
-    """Raise RuntimeError where it has ended."""
+    """Raise RuntimeError if the process has ended."""
     if process.exitcode is not None:
         raise RuntimeError(f"the process of the flood of {kind} ended with status {process.exitcode}")
 
@@ -112,7 +113,7 @@ async def _one(flood: Flood, stub, rng: random.Random) -> None:
         request.sampling.n, request.sampling.logprobs = 8, 20
     call = stub.Generate(request, timeout=60, metadata=metadata)
     if kind == "unread":
-        await call.initial_metadata()  # comes with the first message; its answer stays where it is
+        await call.initial_metadata()  # arrives with the first message; the answer is not read
         if not call.done() or await call.code() in (grpc.StatusCode.OK, grpc.StatusCode.RESOURCE_EXHAUSTED):
             flood.note_reached()
         await call.code()

@@ -1,9 +1,8 @@
 """A process of clients for bench/gateway.py: python -m bench.processes.gateway_client TARGET,... WHAT NUMBER SECONDS
 OUTPUT.
 
-WHAT is `rate` (NUMBER requests/s, open loop), `closed` (NUMBER streams at once) or `held` (NUMBER streams that stay
-open for SECONDS). Prints one JSON object: times are monotonic seconds, tokens come as (step modulo, time).
-"""
+WHAT is `rate` (NUMBER requests/s, open loop), `closed` (NUMBER concurrent streams) or `held` (NUMBER streams that stay
+open for SECONDS). Prints one JSON object: times are monotonic seconds, tokens are (step modulo, time)."""
 
 import asyncio
 import json
@@ -21,25 +20,26 @@ from baton.v1 import inference_pb2_grpc
 
 PROMPT = 256
 MAX_CALLS = 64  # streams of one connection
-AT_ONCE = 50  # calls on their way: a burst takes memory that is not theirs, and beyond 1,000 gRPC would cancel some
+# concurrent calls: a larger burst takes memory that is not theirs, and gRPC would cancel some beyond 1,000
+AT_ONCE = 50
 
 
 @dataclass
 class Seen:
     ttft_s: list[float] = field(default_factory=list)
     refused_s: list[float] = field(default_factory=list)
-    arrivals: list[tuple[int, float]] = field(default_factory=list)  # token id, when its message came
+    arrivals: list[tuple[int, float]] = field(default_factory=list)  # token id, and when its message came
     num_messages: int = 0
     num_tokens: int = 0
     failed: list[str] = field(default_factory=list)
-    steady: tuple[float, float] = (0.0, 0.0)  # when as many streams were open as there may be (closed)
+    steady: tuple[float, float] = (0.0, 0.0)  # while the maximum of streams was open (closed)
 
 
 async def closed_loop(
     num_streams: int, seconds: float, output: int, seen: Seen, one: Callable[[int, int], Awaitable[None]]
 ) -> None:
-    """As many streams at once, each by one(place, tokens). They begin one after the other and have different lengths,
-    `output` in the mean: no two rounds meet."""
+    """Run concurrent streams, each by one(index, tokens). They begin one after the other and have different lengths,
+    with mean `output`, so that no two rounds coincide."""
     begun, rng = time.monotonic(), random.Random(0)
     until, ramp_s = begun + seconds, seconds / 4
     seen.steady = begun + ramp_s, until
@@ -55,7 +55,7 @@ async def closed_loop(
 class Clients:
     def __init__(self, targets: list[str], num_streams: int, output: int):
         num_channels = max(len(targets), -(-num_streams // MAX_CALLS))
-        # Without a subchannel pool of its own every channel to one target would share one connection.
+        # Without its own subchannel pool, every channel to one target would share one connection.
         options = (("grpc.use_local_subchannel_pool", 1),)
         self._channels = [grpc.aio.insecure_channel(targets[n % len(targets)], options) for n in range(num_channels)]
         self._stubs = [inference_pb2_grpc.InferenceStub(channel) for channel in self._channels]
@@ -89,7 +89,7 @@ class Clients:
                 seen.failed.append(f"{error.code().name}: {error.details()}")
 
     async def rate(self, per_s: float, seconds: float) -> None:
-        """Send by a Poisson process, whatever the requests before do."""
+        """Send by a Poisson process, regardless of earlier requests."""
         until, at, tasks = time.monotonic() + seconds, time.monotonic(), []
         while (at := at + self._rng.expovariate(per_s)) < until:
             await asyncio.sleep(max(0.0, at - time.monotonic()))
@@ -100,7 +100,7 @@ class Clients:
         await closed_loop(num_streams, seconds, self._output, self.seen, lambda _, output: self.one(output))
 
     async def held(self, num_streams: int, seconds: float) -> None:
-        """All are open once the first message of each has come; then they are left open. Exits where one is not."""
+        """Open streams, wait for the first message of each, and leave them open. Exits if one cannot be opened."""
         tasks = []
         while len(self.seen.ttft_s) < num_streams:
             if self.seen.failed or self.seen.refused_s:

@@ -1,8 +1,7 @@
 """A process of HTTP clients for bench/http_api.py: python -m bench.processes.http_client TARGET NUMBER SECONDS OUTPUT.
 
-NUMBER streams of /v1/completions at once, each on a connection that it keeps, as gateway_client's `closed` sends them.
-Prints one JSON object, of the same fields.
-"""
+NUMBER concurrent streams of /v1/completions, each on a kept connection, like those of gateway_client's `closed`. Prints
+one JSON object with the same fields."""
 
 import asyncio
 import json
@@ -17,7 +16,7 @@ from bench.processes.gateway_client import PROMPT, Seen, closed_loop
 
 
 async def stream(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, body: dict, seen: Seen) -> None:
-    """One request, read to its end."""
+    """Send one request, and read its answer to the end."""
     data = json.dumps(body).encode()
     head = f"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: {len(data)}"
     begun = time.monotonic()

@@ -1,9 +1,7 @@
-"""A server that does nothing but write: `python -m bench.processes.loadgen_stub N` answers every Generate with N
-messages.
+"""A server that only writes: `python -m bench.processes.loadgen_stub N` answers every Generate with N messages.
 
-With [STEP_MS TOKENS] a message has TOKENS ids and their text, and every stream gets one each STEP_MS, all at once: what
-bench/gateway.py holds against a gateway, since no server in grpc.aio could do with less.
-"""
+With [STEP_MS TOKENS] a message has TOKENS ids and their text, and every stream gets one every STEP_MS, all at the same
+time. It is the baseline of bench/gateway.py, since no grpc.aio server could do with less."""
 
 import asyncio
 import itertools
@@ -18,7 +16,7 @@ SERVICE = pb.DESCRIPTOR.services_by_name["Inference"].full_name
 
 
 class Steps:
-    """Wakes all streams together; with a step of 0 none waits."""
+    """Wakes all streams at the same time; with a step of 0 none waits."""
 
     def __init__(self, step_s: float):
         self._step_s = step_s
@@ -42,7 +40,7 @@ class Steps:
 
 
 def handlers(num_messages: int, num_tokens: int, steps: Steps) -> grpc.GenericRpcHandler:
-    """Bytes in, bytes out: the stub must be faster than its caller."""
+    """Return handlers that take and return bytes: the stub must be faster than its caller."""
     token_ids, text = [107] * num_tokens, " abc" * num_tokens
     message = pb.GenerateResponse(token_ids=token_ids, text=text).SerializeToString()
     last = pb.GenerateResponse(
@@ -52,7 +50,7 @@ def handlers(num_messages: int, num_tokens: int, steps: Steps) -> grpc.GenericRp
 
     async def generate(request: bytes, context: grpc.aio.ServicerContext) -> None:
         await context.write(messages[0])
-        for each in itertools.islice(messages, 1, None):  # a slice would be memory of each stream
+        for each in itertools.islice(messages, 1, None):  # a slice would take memory for each stream
             await steps.next()
             await context.write(each)
 

@@ -1,5 +1,5 @@
-"""Two processes and their pools: a source that offers blocks on request, and a taker that times fetching them,
-beside the bare copies that the same two processes can do. `python -m bench.processes.moving FD ...` is the source."""
+"""Two processes and their pools: a source that offers blocks on request, and a taker that times fetching them, compared
+with bare copies between the same two processes. `python -m bench.processes.moving FD ...` is the source."""
 
 import asyncio
 import json
@@ -34,7 +34,7 @@ BARE_PIECE_BYTES = 1 << 20
 
 
 class Off(digest.Sums):
-    """Digests off, so that the cost of having them is seen. Exists in this bench alone."""
+    """Digests switched off, to show what they cost. Exists in this bench only."""
 
     def of_pool(self, cells, ids, moved):
         return self.empty(moved)
@@ -49,11 +49,11 @@ class Off(digest.Sums):
 
 
 digest.KINDS["off"] = Off
-KERNELS = memory_kernels()  # as every worker has them
+KERNELS = memory_kernels()  # as in every worker
 
 
 def layout_of(block_bytes: int) -> KVLayout:
-    """Blocks of this many bytes: as many layers as it takes."""
+    """Return a layout with blocks of this many bytes, by the number of layers."""
     return KVLayout((KVGroup("paged", block_bytes // LAYER_BLOCK_BYTES, 8, 128, "bf16", BLOCK_TOKENS),))
 
 
@@ -65,7 +65,7 @@ def scattered(num_blocks: int, count: int, seed: int) -> list[int]:
 
 
 async def serve(fd: int, block_bytes: int, transports: list[str]) -> None:
-    """Offers on stdin, handles on stdout, until stdin ends."""
+    """Read offers from stdin and print handles, until stdin ends."""
     layout = layout_of(block_bytes)
     read_only = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
     region = Region(fd, mmap.mmap(fd, POOL_BYTES), read_only)
@@ -113,14 +113,15 @@ class Destination:
         return self.blocks
 
     def verified(self, upto_token: int) -> None:
-        """Do nothing: none waits for it here."""
+        """Do nothing, since nobody waits for it here."""
 
     async def caught_up(self) -> None:
-        """Return at once: nothing goes anywhere else."""
+        """Return immediately, since nothing is passed on."""
 
 
 class Pair:
-    """`transports`: those that the source offers. `runner`: the loop that the taker lives in."""
+    """A source process and a taker here. `transports`: those that the source offers; `runner`: the taker's event
+    loop."""
 
     def __init__(self, runner: asyncio.Runner, block_bytes: int, transports: list[str]):
         self._run = runner.run
@@ -129,7 +130,7 @@ class Pair:
         self.regions = [Region.create(POOL_BYTES) for _ in range(2)]
         self.pools = [np.frombuffer(region.memory, np.uint8) for region in self.regions]
         self.pools[0][:] = np.random.default_rng(0).integers(0, 256, POOL_BYTES, dtype=np.uint8)
-        self.pools[1][:] = 0  # every page is there before anything is timed
+        self.pools[1][:] = 0  # touch every page before anything is timed
         fd = self.regions[0].fd
         command = [sys.executable, "-m", "bench.processes.moving", str(fd), str(block_bytes), ",".join(transports)]
         self._process = subprocess.Popen(
@@ -149,11 +150,11 @@ class Pair:
 
     @property
     def cpu_s(self) -> float:
-        """CPU time that both processes have taken, the source's in hundredths of a second."""
+        """Return the CPU time of both processes, the source's in hundredths of a second."""
         return time.process_time() + cpu_s(self._source)
 
     def fetch(self, transport: str, kind: str, count: int) -> tuple[float, FetchReport]:
-        """Seconds from the handle in hand to the last block verified."""
+        """Return the seconds from the received handle to the last verified block, and the report."""
         self._keys += 1
         self._process.stdin.write(json.dumps([self._keys, count]) + "\n")
         self._process.stdin.flush()
@@ -169,20 +170,20 @@ class Pair:
         return self._run(timed())
 
     def check(self, count: int) -> None:
-        """Raises RuntimeError unless the blocks of the last fetch are those of the source."""
+        """Check that the blocks of the last fetch equal the source's. Raises RuntimeError."""
         theirs, ours = (pool.reshape(self.num_blocks, -1) for pool in self.pools)
         if (theirs[scattered(self.num_blocks, count, 1)] != ours[scattered(self.num_blocks, count, 2)]).any():
             raise RuntimeError("other bytes arrived than were offered")
         self.pools[1][:] = 0
 
     def memcpy(self, num_bytes: int) -> float:
-        """Seconds of one copy out of the memory that both processes map."""
+        """Return the seconds of one copy from memory that both processes map."""
         began = time.perf_counter()
         np.copyto(self.pools[1][:num_bytes], self.pools[0][:num_bytes])
         return time.perf_counter() - began
 
     def sendall(self, num_bytes: int) -> float:
-        """Seconds of a bare sendall there and recv_into here."""
+        """Return the seconds of a bare sendall there and recv_into here."""
         began = time.perf_counter()
         self._bare.sendall(num_bytes.to_bytes(8, "little"))
         left = self.regions[1].memory[:num_bytes]
@@ -203,6 +204,6 @@ class Pair:
 
 
 if __name__ == "__main__":
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:  # as workers have it
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:  # as workers do
         runner.run(serve(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3].split(",")))
     os._exit(0)  # the bare sender may still wait for its peer

@@ -1,9 +1,8 @@
 """A decode worker that computes nothing, for bench/gateway.py: python -m bench.processes.stub_worker --model DIR [...].
 
-Grants at once, has prefilled at once, then gives every sequence one token a step, all of a step in one message. A
-token's id tells its step (FIRST_ID + step % NUM_IDS), and the times of all steps (monotonic) are written to --log at
-the end, so a client can tell how long a token was on its way.
-"""
+It grants credit and ends prefill immediately, then gives every sequence one token per step, all of a step in one
+message. A token's id tells its step (FIRST_ID + step % NUM_IDS), and the times of all steps (monotonic) are written to
+--log at the end, so a client can compute how long a token took."""
 
 import argparse
 import asyncio
@@ -28,7 +27,7 @@ LOAD_S = 0.25
 
 @dataclass
 class Sequence:
-    """`index` is the output index of the next token."""
+    """A sequence; `index` is the output index of the next token."""
 
     key: pb.Key
     max_tokens: int
@@ -37,7 +36,7 @@ class Sequence:
 
 
 class Session:
-    """One gateway's."""
+    """The session of one gateway."""
 
     def __init__(self, context):
         self.context = context
@@ -125,7 +124,7 @@ class StubWorker(worker_pb2_grpc.WorkerServicer):
             session.outbox.put_nowait(pb.Event(ended=ended))
 
     async def steps(self) -> None:
-        """For ever; a step that is late does not move the next ones."""
+        """Run steps endlessly; a late step does not shift later ones."""
         loop = asyncio.get_running_loop()
         next_at, load_at = loop.time(), 0.0
         while True:

@@ -1,4 +1,4 @@
-"""Receive the reports of bench/telemetry.py: a real OTLP receiver in a process of its own, which prints its number of
+"""Receive the reports of bench/telemetry.py: a real OTLP receiver in its own process, which prints its number of
 spans."""
 
 import time

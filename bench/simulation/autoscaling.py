@@ -13,13 +13,13 @@ from bench.simulation.simulated_request import Asked
 
 
 class Autoscaling:
-    """Let the scaler decide each minute of the fleet, and carry it out: a worker serves `start_s` after it was decided
-    on."""
+    """Let the scaler decide about the fleet each minute, and carry it out: a worker serves `start_s` after the
+    decision."""
 
     def __init__(self, fleet: LiveFleet, scaler: Scaler, start_s: float):
         self._fleet, self._scaler, self._start_s = fleet, scaler, start_s
         self._starting: Counter[str] = Counter()
-        self.sizes: list[tuple[float, int, int]] = []  # time, workers of each role
+        self.sizes: list[tuple[float, int, int]] = []  # time, and the workers of each role
         fleet.at(DECIDE_S, self._scale)
 
     def _scale(self, now: float) -> None:

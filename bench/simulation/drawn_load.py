@@ -1,4 +1,4 @@
-"""A load drawn by chance: requests at a rate that changes over time."""
+"""A random load: requests at a rate that changes over time."""
 
 import random
 
@@ -8,7 +8,7 @@ from baton.loadgen.trace import TraceEntry
 def drawn_load(
     rate_at, until_s: float, shape: tuple[int, int], seed: int = 0, num_prefixes: int = 40
 ) -> list[TraceEntry]:
-    """Return requests at a rate that changes over time (a function of the second), whose prompts share prefixes."""
+    """Return requests whose rate is a function of the second, and whose prompts share prefixes."""
     rng, at_s, found = random.Random(seed), 0.0, []
     prompt, output = shape
     while True:

@@ -2,9 +2,8 @@
 
 Modelled: prompts one after the other on a prefill worker, and in chunks between steps on a decode worker; steps that
 take longer the more sequences run; an LRU prefix cache on every worker; KV that moves while a prompt is read, one
-transfer at a time into and out of a worker; a queue in front of decode workers that are full. Not modelled: failures,
-how attention grows with the context, and reports that are late (the gateway counts what it sent itself).
-"""
+transfer at a time into and out of a worker; a queue in front of full decode workers. Not modelled: failures, attention
+that grows with the context, and late reports (the gateway counts what it sent itself)."""
 
 import heapq
 import itertools
@@ -36,7 +35,7 @@ _WORDS, _TRANSPORTS = frozenset(["kv"]), frozenset(["tcp"])
 
 
 class Machine(NamedTuple):
-    """Speeds and sizes of a worker; about an 8B model with KV in 8 bits on a large GPU."""
+    """Speeds and sizes of a worker: about those of an 8B model with KV in 8 bits on a large GPU."""
 
     prompt_s: float = 0.01
     token_s: float = 1 / 20_000
@@ -55,12 +54,12 @@ class Request:
     entry: TraceEntry
     at_s: float
     number: int = 0  # in the trace
-    num_cached: int = 0  # tokens of the prompt that no worker had to compute
+    num_cached: int = 0  # prompt tokens that no worker had to compute
     is_local: bool = False
     predicted_s: float = 0.0
     first_s: float = 0.0  # time of the first token
     last_s: float = 0.0
-    num_read: int = 0  # tokens that are computed for it
+    num_read: int = 0  # prompt tokens that are computed
     decision: Decision | None = None
 
     @property
@@ -85,7 +84,7 @@ class Index:
         self.rng = random.Random(1)
 
     def lookup(self, hash_ids: Sequence[int]) -> Matches:
-        """In blocks of the trace, where gateways count spans."""
+        """Return the matches in blocks of the trace, where gateways count spans."""
         return Matches((self.masks.get(hash_id, 0) for hash_id in hash_ids), self.places, self.rng)
 
     def clear(self) -> None:
@@ -93,7 +92,7 @@ class Index:
 
 
 class Worker:
-    """State of a worker in either role: a cache, a link to the network, and its measured speed."""
+    """The state of a worker in either role: a cache, a link to the network, and its measured speed."""
 
     def __init__(self, number: int, name: str, machine: Machine, index: Index, fleet: PaceEstimator):
         self.number, self.name, self.machine = number, name, machine
@@ -116,7 +115,7 @@ class Worker:
         return min(num_blocks * BLOCK, entry.num_prompt - 1)
 
     def keep(self, hash_ids: Sequence[int]) -> None:
-        """The last block is the first to go."""
+        """Add a prompt's blocks to the cache; its last block is evicted first."""
         blocks, masks, bit = self._blocks, self._index.masks, self._bit
         for hash_id in reversed(hash_ids):
             if hash_id in blocks:
@@ -128,7 +127,7 @@ class Worker:
             masks[blocks.popitem(last=False)[0]] &= ~bit
 
     def announce(self) -> None:
-        """Tell an index that has come back empty what is here."""
+        """Report the cache to an index that has come back empty."""
         for hash_id in self._blocks:
             self._index.masks[hash_id] |= self._bit
 
@@ -150,18 +149,18 @@ class PrefillWorker(Worker):
 
 
 class DecodeWorker(Worker):
-    """Steps are not simulated one by one: all that runs advances at one rate between two events."""
+    """A decode worker. Single steps are not simulated: everything running advances at one rate between two events."""
 
     def __init__(self, *args):
         super().__init__(*args)
         self.steps = self.at_s = 0.0
-        self.sequence_s = 0.0  # sequences, times the seconds that they ran
+        self.sequence_s = 0.0  # sequences times the seconds that they ran
         self.ends: list[tuple[float, int, Request]] = []
         self.reading: deque[list] = deque()  # [tokens left, request]
         self.version = 0
 
     def speeds(self) -> tuple[float, float]:
-        """(steps a second, prompt tokens a second)"""
+        """Return (steps a second, prompt tokens a second)."""
         machine, num = self.machine, len(self.ends)
         step_s = machine.step_s + machine.sequence_s * num
         if not self.reading:
@@ -181,7 +180,7 @@ class DecodeWorker(Worker):
 
 
 class Fleet:
-    """`run()` serves all requests. `prefill_share` of the workers do nothing but prefill."""
+    """A simulated fleet: `run()` serves all requests. `prefill_share` of the workers only prefill."""
 
     def __init__(
         self,
@@ -193,8 +192,8 @@ class Fleet:
         decided: Mapping[int, Decision] = MappingProxyType({}),
         turned: int | None = None,
     ):
-        """`decided`: requests by their place in the trace, and what they do whatever their turn finds; `turned`: one
-        that goes the other way than the one that is chosen for it."""
+        """Make the fleet. `decided`: requests by their position in the trace with a fixed decision; `turned`: one that
+        takes the opposite of its decision."""
         self._index, self._pace_estimator = Index(), PaceEstimator()  # of all workers
         common = machine, self._index, self._pace_estimator
         half = round(num_workers * prefill_share)
@@ -236,7 +235,7 @@ class Fleet:
     # ---- routing ----
 
     def _serve_waiting(self, now: float) -> None:
-        """In order; the first stays until a decode worker has room."""
+        """Serve waiting requests in order; the first waits until a decode worker has room."""
         while self._waiting:
             request = self._waiting[0]
             decision = request.decision = self._decided.get(request.number) or self._route(request, now)
@@ -338,7 +337,7 @@ class Fleet:
         self._plan(worker, now)
 
     def _join(self, request: Request, worker: DecodeWorker, now: float) -> None:
-        """Its first token is out and its KV is there."""
+        """Start a request whose first token is out and whose KV has arrived."""
         worker.keep(request.entry.hash_ids)
         worker.advance(now)
         left = max(0, request.entry.num_output - 1)
@@ -346,7 +345,7 @@ class Fleet:
         self._plan(worker, now)
 
     def _plan(self, worker: DecodeWorker, now: float) -> None:
-        """Schedule the worker's next event, as known now."""
+        """Schedule the worker's next event, as far as known now."""
         steps_per_s, tokens_per_s = worker.speeds()
         times = []
         if worker.ends:
@@ -380,12 +379,12 @@ class Fleet:
         self._mean_output += 0.01 * (request.entry.num_output - self._mean_output)
 
 
-# ---- what could be reached ----
+# ---- upper bounds ----
 
 
 def oracle_hits(entries: Sequence[TraceEntry], cached_tokens: int | None) -> int:
-    """Prompt tokens that one LRU cache of `cached_tokens` tokens, which every request reaches at no cost, would have
-    had; None: a cache without end. Each prompt is there as soon as it has come."""
+    """Return the prompt tokens that one LRU cache of `cached_tokens` tokens, which every request reaches at no cost,
+    would have had; None: an unbounded cache. Each prompt is cached as soon as it arrives."""
     blocks: OrderedDict[int, None] = OrderedDict()
     num_hits = 0
     for entry in entries:
@@ -404,8 +403,8 @@ def oracle_hits(entries: Sequence[TraceEntry], cached_tokens: int | None) -> int
 
 
 def copies(entries: Sequence[TraceEntry], num: int, spread_s: float = 30.0) -> list[TraceEntry]:
-    """As many users as `num` such traces have, each copy a little later than the one before; they share the first block
-    of the trace, as all of it does, and nothing else."""
+    """Return `num` copies of the trace, each a little later than the previous one. They share the trace's first block,
+    as all of its requests do, and nothing else."""
     common = entries[0].hash_ids[:1]
     rng = random.Random(0)
     made = []

@@ -1,12 +1,10 @@
-"""The fleet of fleet.py behind many gateways, while nodes die, Redis fails over, a rollout goes bad and workers come
-and go.
+"""The fleet of fleet.py behind many gateways, while nodes die, Redis fails over, a rollout fails, and workers come and
+go.
 
-Each gateway runs its own admission, queues and breakers, unchanged, and knows of workers what they reported up to
-LOAD_GAP_S ago and what it has sent them since; rates that it learns are those of all. Modelled beside what fleet.py
-does: workers that die, and whose requests others continue once that is noticed; a version that fails every request; an
-index that is gone and comes back empty; workers that are added and drained. Not modelled: the network between gateways
-and workers.
-"""
+Each gateway runs its own admission, queues and breakers, unchanged. It knows what workers reported up to LOAD_GAP_S ago
+and what it has sent them since; learned rates are shared. Modelled in addition to fleet.py: workers that die, whose
+requests continue elsewhere once that is noticed; a version that fails every request; an index that is lost and comes
+back empty; workers that are added and drained. Not modelled: the network between gateways and workers."""
 
 import heapq
 import itertools
@@ -34,7 +32,7 @@ RETRY_S, ASK_S = 0.25, 0.01
 
 
 class LiveFleet(Fleet):
-    """`serve(entries)`; what is to happen meanwhile is scheduled before."""
+    """A fleet with faults: schedule them, then call `serve(entries)`."""
 
     def __init__(self, num_workers: int, num_gateways: int, machine: Machine, slo: Slo, prefill_share: float = 0.5):
         super().__init__(num_workers, machine, "auto", slo, prefill_share)
@@ -49,7 +47,7 @@ class LiveFleet(Fleet):
         self._index_is_down = False
         self._came: list[Asked] = []  # see take_recent
         self._ended: list[Asked] = []
-        self.num_failures = Counter[str]()  # attempts that failed, by what of
+        self.num_failures = Counter[str]()  # failed attempts, by cause
         self._num_open, self._asked_s = 0, 0.0
         self._reservations: dict[int, Reservation] = {}
 
@@ -57,10 +55,10 @@ class LiveFleet(Fleet):
     def num_workers(self) -> int:
         return len(self.workers)
 
-    # ---- what happens ----
+    # ---- faults and changes ----
 
     def serve(self, entries: Sequence[TraceEntry]) -> list[Asked]:
-        """Serve all requests, each through a gateway drawn by chance."""
+        """Serve all requests, each through a random gateway."""
         asked = [Asked(entry, number, self._rng.randrange(len(self.gateways))) for number, entry in enumerate(entries)]
         self._num_open = len(asked)
         arrivals = iter(asked)
@@ -80,16 +78,16 @@ class LiveFleet(Fleet):
             self.at(one.entry.at_s, lambda now: arrive(now, one))
 
     def kill_at(self, at_s: float, num: int) -> None:
-        """As many workers die at once, with all that runs there."""
+        """Kill `num` workers at this time, with everything that runs there."""
         self.at(at_s, lambda now: [self._die(worker) for worker in self._rng.sample(self.workers, num)])
 
     def lose_redis_at(self, at_s: float, for_s: float) -> None:
-        """The index is gone, and comes back empty."""
+        """Lose the index, which comes back empty."""
         self.at(at_s, lambda now: setattr(self, "_index_is_down", True))
         self.at(at_s + for_s, lambda now: self._redis_is_back())
 
     def roll_out_at(self, at_s: float, num: int, until_s: float) -> None:
-        """As many workers are replaced by a version that fails whatever it is asked, until that is rolled back."""
+        """Replace `num` workers by a version that fails every request, until it is rolled back."""
 
         def begin(now: float) -> None:
             self._bad = {worker.name for worker in self._rng.sample(self.workers, num)}
@@ -98,7 +96,7 @@ class LiveFleet(Fleet):
         self.at(until_s, lambda now: self._bad.clear())
 
     def add(self, role: str, num: int) -> None:
-        """As many workers of a role serve from now on."""
+        """Add `num` workers of a role, which serve from now on."""
         kind, workers = (PrefillWorker, self.prefill) if role == "prefill" else (DecodeWorker, self.decode)
         for _ in range(num):
             number = next(self._numbers)
@@ -112,13 +110,13 @@ class LiveFleet(Fleet):
         self._serve_waiting(self.now)
 
     def drain(self, role: str, num: int) -> None:
-        """The least loaded go; what runs there ends there."""
+        """Drain the least loaded workers; what runs there ends there."""
         workers = sorted(getattr(self, role), key=lambda worker: worker.num_sequences + worker.num_waiting_tokens)
         for worker in workers[:num]:
             self._remove(worker)
 
     def take_recent(self) -> tuple[list[Asked], list[Asked]]:
-        """Return the requests that came, and those that ended, since this was last called."""
+        """Return the requests that came, and those that ended, since the last call."""
         taken = self._came, self._ended
         self._came, self._ended = [], []
         return taken
@@ -139,7 +137,7 @@ class LiveFleet(Fleet):
         self._try(one)
 
     def _try(self, one: Asked) -> None:
-        """Route, and send; wait in the gateway's queue where the chosen worker is full."""
+        """Route and send a request; queue it in the gateway if the chosen worker is full."""
         gateway, entry = self.gateways[one.gateway], one.entry
         is_waiting = one.queue_entry is not None
         if not is_waiting and not gateway.queues.credit.is_open_to(""):
@@ -214,7 +212,7 @@ class LiveFleet(Fleet):
             self._try(one)
 
     def _time_out(self, one: Asked, entry: QueueEntry) -> None:
-        """It has waited as long as it may."""
+        """End a request that has waited as long as it may."""
         if entry.is_open:
             one.refused = "QUEUE_WAIT"
             self._finish(one)
@@ -238,7 +236,7 @@ class LiveFleet(Fleet):
         self._num_open -= 1
 
     def _serve_waiting(self, now: float) -> None:
-        """A worker may have room: whoever waits may ask, but not at every step of every worker."""
+        """Retry waiting requests, since a worker may have room, but not at every step of every worker."""
         if self._waiting_at and now - self._asked_s >= ASK_S:
             self._asked_s = now
             for gateway in sorted(self._waiting_at, key=lambda gateway: gateway.number):
@@ -300,11 +298,11 @@ class LiveFleet(Fleet):
 
     def _die(self, worker: Worker) -> None:
         self.dead.add(worker.name)
-        worker.keep = lambda hash_ids: None  # nothing more is written there
+        worker.keep = lambda hash_ids: None  # nothing is cached there any more
         if isinstance(worker, DecodeWorker):
             worker.advance(self.now)
             left = {request: steps - worker.steps for steps, _, request in worker.ends}
-            worker.version += 1  # its next event means nothing
+            worker.version += 1  # so that its next event is ignored
         else:
             left = {}
             worker.queue.clear()
@@ -320,7 +318,7 @@ class LiveFleet(Fleet):
         self.at(self.now + NOTICED_S, lambda now: self._notice(worker, lost))
 
     def _give_back(self, attempt: Attempt, dead: Worker) -> None:
-        """What the attempt has on the worker that lives."""
+        """Free what the attempt holds on the surviving worker."""
         self._forget(attempt)
         for name in attempt.names:
             worker = self._named[name]
@@ -340,7 +338,7 @@ class LiveFleet(Fleet):
             self._try(attempt.asked)
 
     def _remove(self, worker: Worker) -> None:
-        """It is routed to no more."""
+        """Route no more requests to the worker."""
         for workers in (self.prefill, self.decode, self.workers):
             if worker in workers:
                 workers.remove(worker)
@@ -357,6 +355,6 @@ class LiveFleet(Fleet):
 
 
 def met_between(asked: Sequence[Asked], slo: Slo, begin_s: float, end_s: float) -> float:
-    """Return the share of requests that came in this time and met the SLO; nan of none."""
+    """Return the share of requests of this time that met the SLO; nan for no requests."""
     found = [one.met(slo) for one in asked if begin_s <= one.entry.at_s < end_s]
     return sum(found) / len(found) if found else math.nan

@@ -1,4 +1,4 @@
-"""What the scaler is told of a worker of the simulated fleet."""
+"""The scaler's load model for workers of the simulated fleet."""
 
 from baton.service.slo import Slo
 from bench.simulation.fleet import Machine

@@ -1,4 +1,4 @@
-"""A gateway of a simulated fleet: its own admission, queues and breakers, and what it knows of workers."""
+"""A gateway of a simulated fleet: its own admission, queues and breakers, and its view of the workers."""
 
 from typing import NamedTuple
 
@@ -6,11 +6,11 @@ from gateway.link.worker_breaker import BreakerState, WorkerBreaker
 from gateway.queue.admission import AdmissionControl
 from gateway.queue.waiting_queue import WaitingQueues
 
-MAX_REQUESTS = 100_000  # open in one gateway
+MAX_REQUESTS = 100_000  # open requests of one gateway
 
 
 class LoadReport(NamedTuple):
-    """A worker's, to all gateways."""
+    """The report of a worker to all gateways."""
 
     at_s: float
     num_sequences: int = 0
@@ -18,7 +18,7 @@ class LoadReport(NamedTuple):
 
 
 class SentLoad(NamedTuple):
-    """What a gateway has sent a worker since its report of `reported_at_s`."""
+    """What a gateway has sent to a worker since its report of `reported_at_s`."""
 
     reported_at_s: float
     num_sequences: int = 0
@@ -26,7 +26,7 @@ class SentLoad(NamedTuple):
 
 
 class SimulatedGateway:
-    """What one gateway keeps."""
+    """The state of one gateway."""
 
     def __init__(self, number: int, clock):
         self.number = number
@@ -34,7 +34,7 @@ class SimulatedGateway:
         self.queues = WaitingQueues(MAX_REQUESTS, clock=clock)
         self.breakers: dict[str, WorkerBreaker] = {}
         self._sent: dict[str, SentLoad] = {}  # to each worker, since its last report
-        self.has_timer = False  # it asks again soon, for who waits
+        self.has_timer = False  # it will ask again soon, for waiting requests
 
     def breaker(self, name: str) -> WorkerBreaker:
         if name not in self.breakers:
@@ -43,12 +43,12 @@ class SimulatedGateway:
         return self.breakers[name]
 
     def takes(self, name: str, now: float) -> bool:
-        """Say whether its breaker lets a request through to the worker."""
+        """Return whether its breaker lets a request through to the worker."""
         breaker = self.breakers.get(name)
         return breaker is None or breaker.state is BreakerState.CLOSED or breaker.allows(now, 0, True)
 
     def load_of(self, name: str, report: LoadReport) -> tuple[int, int]:
-        """Return the sequences and waiting tokens of a worker: as reported, and what was sent since."""
+        """Return the sequences and waiting tokens of a worker: those reported, and those sent since."""
         sent = self._sent_since(name, report.at_s)
         return report.num_sequences + sent.num_sequences, report.num_waiting_tokens + sent.num_prompt_tokens
 

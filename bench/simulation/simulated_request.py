@@ -1,4 +1,4 @@
-"""A user's request in a simulated fleet, and the tries of it."""
+"""A user's request in a simulated fleet, and its attempts."""
 
 from dataclasses import dataclass, field
 
@@ -10,7 +10,7 @@ from gateway.queue.waiting_queue import QueueEntry
 
 @dataclass(slots=True, eq=False)
 class Asked:
-    """A user's request, and what became of it."""
+    """A user's request and its outcome."""
 
     entry: TraceEntry
     number: int
@@ -39,7 +39,7 @@ class Asked:
 
 @dataclass(slots=True, eq=False)
 class Attempt(Request):
-    """One try of it, on one or two workers; a dead one's events mean nothing any more."""
+    """One attempt, on one or two workers; events of a dead attempt are ignored."""
 
     asked: Asked = field(kw_only=True)
     names: tuple[str, ...] = ()

@@ -1,9 +1,8 @@
-"""Makes the small synthetic traces of this folder: `python bench/traces/make.py`. The same bytes every time.
+"""Make the small synthetic traces of this folder: `python bench/traces/make.py`. The output is always the same.
 
-conversation.jsonl (Mooncake's format): conversations of several turns over a few system prompts; each turn's prompt is
-the last one's with the answer and the next question behind it, so prefixes are shared as in a chat service.
-arrivals.csv (Azure's format): long prompts and short answers in bursts, sharing nothing.
-"""
+conversation.jsonl (Mooncake's format): conversations of several turns over a few system prompts. Each turn's prompt is
+the previous one with the answer and the next question added, so prefixes are shared as in a chat service. arrivals.csv
+(Azure's format): long prompts and short answers in bursts, sharing nothing."""
 
 import csv
 import datetime
@@ -12,14 +11,14 @@ import random
 from pathlib import Path
 
 FOLDER = Path(__file__).parent
-BLOCK = 512  # tokens behind one hash id
+BLOCK = 512  # tokens per hash id
 NUM_CONVERSATIONS, NUM_SYSTEM_PROMPTS = 220, 6
 NUM_ARRIVALS = 1500
 START = datetime.datetime(2024, 1, 1, 9)
 
 
 def conversations(rng: random.Random) -> list[dict]:
-    """Requests of all conversations, in order of time."""
+    """Return the requests of all conversations, in order of time."""
     next_id = iter(range(1_000_000))
     systems = [[next(next_id) for _ in range(rng.randint(1, 4))] for _ in range(NUM_SYSTEM_PROMPTS)]
     requests = []
@@ -41,7 +40,7 @@ def conversations(rng: random.Random) -> list[dict]:
 
 
 def arrivals(rng: random.Random) -> list[tuple[str, int, int]]:
-    """(time, prompt tokens, output tokens), a burst now and then."""
+    """Return (time, prompt tokens, output tokens) of each request, in occasional bursts."""
     rows, at_s = [], 0.0
     while len(rows) < NUM_ARRIVALS:
         at_s += rng.expovariate(1 / 2.0)

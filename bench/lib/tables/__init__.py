@@ -1,1 +1,1 @@
-"""Tables of the docs from recorded runs, where rows alone would not be read."""
+"""Tables of the docs from recorded runs, if their rows alone would be hard to read."""

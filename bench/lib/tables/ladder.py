@@ -11,7 +11,7 @@ HEAD = (
 
 
 def table(path: Path) -> str:
-    """Returns Markdown: the techniques added up in the order to switch them on, then each alone."""
+    """Return Markdown: the techniques added up in the order in which to switch them on, then each alone."""
     report = json.loads(path.read_text())
     rungs: dict[str, dict[str, dict]] = {}
     for row in report["rows"]:

@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-PLANNED = ", planned over measured"  # how rows end that are points of the grid
+PLANNED = ", planned over measured"  # the end of the names of rows that are points of the grid
 HEAD = "| point | TTFT planned | measured | off by | TPOT planned | measured | off by |\n|---|---|---|---|---|---|---|"
 
 

@@ -16,7 +16,7 @@ HEAD = (
 
 
 def table(path: Path) -> str:
-    """Markdown: what was run and when, and a line for each scheme and KV form."""
+    """Return Markdown: what was run and when, and a line for each scheme and KV form."""
     report = json.loads(path.read_text())
     found: dict[str, dict[str, dict]] = {}
     sizes = {row["unit"]: int(row["value"]) for row in report["rows"] if row["row"] == "text"}
