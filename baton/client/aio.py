@@ -113,9 +113,14 @@ class AsyncClient:
         return AsyncStream(self._addresses, request, attempts, lambda: self._metadata(metadata), self._retry.resends)
 
     async def score(
-        self, query: str, documents: Sequence[str], *, timeout_s: float | None = None, metadata: Metadata = (),
+        self,
+        query: str,
+        documents: Sequence[str],
+        *,
+        timeout_s: float | None = None,
+        metadata: Metadata = (),
         **options: Unpack[ScoreOptions],
-    ) -> pb.ScoreResponse:  # fmt: skip
+    ) -> pb.ScoreResponse:
         """Return how well each document answers the query, 0 to 1; this needs a reranking model. Raises CallError,
         ValueError."""
         request = make_score_request(query, documents, options)
@@ -129,9 +134,13 @@ class AsyncClient:
         return list((await self._call("Tokenize", pb.TokenizeResponse, lambda _: request, timeout_s)).token_ids)
 
     async def embed(
-        self, inputs: Sequence[str | Sequence[int]], *, timeout_s: float | None = None, metadata: Metadata = (),
+        self,
+        inputs: Sequence[str | Sequence[int]],
+        *,
+        timeout_s: float | None = None,
+        metadata: Metadata = (),
         **options: Unpack[EmbedOptions],
-    ) -> pb.EmbedResponse:  # fmt: skip
+    ) -> pb.EmbedResponse:
         """Return a vector for each text or list of token ids. Raises CallError, ValueError."""
         request = make_embed_request(inputs, options)
         return await self._call("Embed", pb.EmbedResponse, lambda _: request, timeout_s, metadata)

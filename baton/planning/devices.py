@@ -88,9 +88,17 @@ def this_cpu(threads: int, known: Efficiencies | None = None) -> Device:
     if product_dtype() == torch.bfloat16:  # the measured rate is that of bf16
         forms["fp32"] /= 2  # half as many fit into a vector
     return Device(
-        name, "cpu", system.memory_limit(), rates.bytes_per_s, forms, 2.0 * GB, system.num_cores(), threads,
-        cpu.last_cache_bytes(), rates.cache_bytes_per_s,
-    )  # fmt: skip
+        name,
+        "cpu",
+        system.memory_limit(),
+        rates.bytes_per_s,
+        forms,
+        2.0 * GB,
+        system.num_cores(),
+        threads,
+        cpu.last_cache_bytes(),
+        rates.cache_bytes_per_s,
+    )
 
 
 def instruction_set() -> str:

@@ -137,9 +137,16 @@ def candidates(spec: ModelSpec, device: Device, efficiencies: Efficiencies, ask:
 
 
 def _candidate(
-    spec: ModelSpec, device: Device, efficiencies: Efficiencies, slo: Slo, form: Form, kv_form: str, degree: int,
-    context: int, longest: int,
-) -> WorkerPlan:  # fmt: skip
+    spec: ModelSpec,
+    device: Device,
+    efficiencies: Efficiencies,
+    slo: Slo,
+    form: Form,
+    kv_form: str,
+    degree: int,
+    context: int,
+    longest: int,
+) -> WorkerPlan:
     kv = "bf16" if kv_form == "auto" else kv_form
     times = StepTimes(spec, device, efficiencies, form, kv, degree)
     max_len = min(spec.longest_context, max(2048, 1 << (longest - 1).bit_length()))
@@ -166,9 +173,15 @@ def _configs(
     prefill_chunk, decode_chunk = _CHUNKS[device.kind]
     for role, chunk in (("prefill", prefill_chunk), ("decode", decode_chunk)):
         config = EngineConfig(
-            model=spec.folder, dtype="bf16", kv_dtype=kv, block_size=_BLOCK[device.kind], max_num_seqs=batch,
-            max_model_len=max_len, max_num_batched_tokens=max(chunk, batch + 64), threads=device.threads,
-        )  # fmt: skip
+            model=spec.folder,
+            dtype="bf16",
+            kv_dtype=kv,
+            block_size=_BLOCK[device.kind],
+            max_num_seqs=batch,
+            max_model_len=max_len,
+            max_num_batched_tokens=max(chunk, batch + 64),
+            threads=device.threads,
+        )
         plan = plan_memory(spec, device, config, form)
         configs[role] = resolve(replace(config, num_blocks=plan.num_blocks), spec)
     return configs, plan_memory(spec, device, configs["decode"], form)
@@ -248,9 +261,17 @@ def summarize(served: Sequence[ServedRequest], stack: VirtualStack, rate: float,
         for role in ("prefill", "decode")
     }
     return LoadOutcome(
-        rate, met, met * min(rate, len(served) / last), percentile(ttfts, 50), percentile(ttfts, 95),
-        percentile(tpots, 50), percentile(tpots, 95), busy, num_tokens / stack.now, len(served) - len(answered),
-    )  # fmt: skip
+        rate,
+        met,
+        met * min(rate, len(served) / last),
+        percentile(ttfts, 50),
+        percentile(ttfts, 95),
+        percentile(tpots, 50),
+        percentile(tpots, 95),
+        busy,
+        num_tokens / stack.now,
+        len(served) - len(answered),
+    )
 
 
 def find(
@@ -282,10 +303,13 @@ def find(
     forms, kv_forms = list(ask.forms), list(ask.kv_forms)
     choices.sort(
         key=lambda choice: (
-            choice.num_devices, forms.index(choice.worker.form), kv_forms.index(choice.worker.asked_kv),
-            -choice.outcome.met, choice.outcome.tpot_p95_s,
+            choice.num_devices,
+            forms.index(choice.worker.form),
+            kv_forms.index(choice.worker.asked_kv),
+            -choice.outcome.met,
+            choice.outcome.tpot_p95_s,
         )
-    )  # fmt: skip
+    )
     kept: dict[str, StackChoice] = {}
     for choice in choices:
         kept.setdefault(choice.words, choice)

@@ -98,9 +98,15 @@ class StepTimes:
     """Step times of one model in one form on one device; `degree` devices share each layer."""
 
     def __init__(
-        self, spec: ModelSpec, device: Device, efficiencies: Efficiencies, form: Form, kv_form: str, degree: int = 1,
+        self,
+        spec: ModelSpec,
+        device: Device,
+        efficiencies: Efficiencies,
+        form: Form,
+        kv_form: str,
+        degree: int = 1,
         dtype: str = "bf16",
-    ):  # fmt: skip
+    ):
         self.spec, self.device, self.efficiencies = spec, device, efficiencies
         self.roofs, self.degree = Roofs(spec, device, form, kv_form, dtype), degree
 

@@ -79,10 +79,13 @@ class StoredForm:
         self._name = self._name or whole.form
         num_values = spec.vocab_size * spec.hidden_size if self._has_table(embedding, head_form) else 0
         return HeldWeights(
-            nearest(of_layers.form), nearest(head_form), self._computes(of_layers.form),
-            of_layers.num_bytes + routers, whole.num_bytes - of_layers.num_bytes,
+            nearest(of_layers.form),
+            nearest(head_form),
+            self._computes(of_layers.form),
+            of_layers.num_bytes + routers,
+            whole.num_bytes - of_layers.num_bytes,
             norm_bytes(spec, dtype.itemsize) + num_values * dtype.itemsize,
-        )  # fmt: skip
+        )
 
     def _has_table(self, embedding: Callable[[Tensor], Tensor], head_form: str) -> bool:
         """Return whether a worker holds an embedding besides its output head."""

@@ -263,19 +263,35 @@ class VirtualStack:
         num_matched = len(ledger.find(names, entry.num_prompt)) * config.block_size
         limits = WorkerLimits(config.max_model_len, engine.num_blocks, config.block_size)
         return Candidate(
-            worker.name, num_matched, worker.num_legs, worker.waiting_tokens, limits, _WORDS, _WORDS, _TRANSPORTS,
-            "host" if self._device.cores else worker.name, round(self._times[worker.role].kv_token_bytes),
-            ledger.num_available * config.block_size, config.max_num_seqs, self._slo.tpot_s,
-            worker.recent_load.utilization(self.now), worker.pace_estimator.pace(self.now),
-        )  # fmt: skip
+            worker.name,
+            num_matched,
+            worker.num_legs,
+            worker.waiting_tokens,
+            limits,
+            _WORDS,
+            _WORDS,
+            _TRANSPORTS,
+            "host" if self._device.cores else worker.name,
+            round(self._times[worker.role].kv_token_bytes),
+            ledger.num_available * config.block_size,
+            config.max_num_seqs,
+            self._slo.tpot_s,
+            worker.recent_load.utilization(self.now),
+            worker.pace_estimator.pace(self.now),
+        )
 
     def _engine_request(self, request: ServedRequest) -> Request:
         entry = request.entry
         num_output = max(1, entry.num_output)
         return Request(
-            Key(str(request.number)), (1,) * entry.num_prompt, entry.num_prompt, SamplingParams(), num_output,
-            span_hashes=request.names, chain_parent=request.names[-1] if request.names else bytes(HASH_BYTES),
-        )  # fmt: skip
+            Key(str(request.number)),
+            (1,) * entry.num_prompt,
+            entry.num_prompt,
+            SamplingParams(),
+            num_output,
+            span_hashes=request.names,
+            chain_parent=request.names[-1] if request.names else bytes(HASH_BYTES),
+        )
 
     # ---- workers ----
 

@@ -39,9 +39,12 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         "--kv-host", default="127.0.0.1", metavar="HOST", help="address of this host at which other workers take its KV"
     )
     parser.add_argument(
-        "--kv-port", type=port, default=0, metavar="PORT",
+        "--kv-port",
+        type=port,
+        default=0,
+        metavar="PORT",
         help="its port for that, of gRPC; without certificates tcp has the next one (default: the system chooses)",
-    )  # fmt: skip
+    )
     add_access_flags(parser)
     parser.set_defaults(run=run)
 

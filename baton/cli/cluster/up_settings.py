@@ -60,8 +60,10 @@ class UpSettings:
 
     model: str | None = option(
         "model folder, .gguf file, OWNER/NAME[@REVISION][:FILE.gguf] on a hub, or s3://, gs://, https:// URL; several with the "
-        "names by which requests ask for them (default: the shipped one)", None, metavar="DIR|FILE|NAME|NAME=DIR,..."
-    )  # fmt: skip
+        "names by which requests ask for them (default: the shipped one)",
+        None,
+        metavar="DIR|FILE|NAME|NAME=DIR,...",
+    )
     listen: str = option("address for clients; port 0: the system chooses", "127.0.0.1:50051", metavar="HOST:PORT")
     http: str | None = option(
         "address of the HTTP API in OpenAI's form (default: not served)", None, metavar="HOST:PORT"
@@ -79,11 +81,15 @@ class UpSettings:
     )
     launcher: str = option("where workers are placed: on this machine, or on a Ray cluster", "local", choices=LAUNCHERS)
     address: str | None = option(
-        "address of the Ray cluster, as ray.init takes it (default: auto, the one that this machine is part of)", None, metavar="auto|HOST:PORT"
-    )  # fmt: skip
+        "address of the Ray cluster, as ray.init takes it (default: auto, the one that this machine is part of)",
+        None,
+        metavar="auto|HOST:PORT",
+    )
     control: str | None = option(
-        "address for operators who scale the stack (default: 127.0.0.1:50050, or another port where that is taken)", None, metavar="HOST:PORT"
-    )  # fmt: skip
+        "address for operators who scale the stack (default: 127.0.0.1:50050, or another port where that is taken)",
+        None,
+        metavar="HOST:PORT",
+    )
     redis: str | None = option("prefix index in Redis (default: embedded)", None, metavar="URL")
     admin: str | None = option("address of the admin server", None, metavar="HOST:PORT")
     certs: Path | None = option("TLS and credentials of this folder, which `baton certs` wrote", None, metavar="DIR")
@@ -175,9 +181,14 @@ def add_up_flags(parser: argparse.ArgumentParser, is_short: bool) -> None:
         add_flags(parser, WorkerSettings, f"{role}.", skip=SET_BY_STACK, hidden=True)
     gateway = parser if is_short else parser.add_argument_group("gateway options")
     add_flags(
-        gateway, GatewaySettings, "gateway.", skip=_NOT_GATEWAY_OPTIONS, hidden=is_short, names_variable=not is_short,
+        gateway,
+        GatewaySettings,
+        "gateway.",
+        skip=_NOT_GATEWAY_OPTIONS,
+        hidden=is_short,
+        names_variable=not is_short,
         defaults=_GATEWAY_DEFAULTS,
-    )  # fmt: skip
+    )
 
 
 def options_of(cls: type) -> list[str]:

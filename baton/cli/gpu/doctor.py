@@ -70,9 +70,13 @@ def run_step(name: str, command: Sequence[str], limit_s: float, add: Callable[[C
     """Run a step and add its checks as they are printed; add a failure if the step breaks off or exceeds its time."""
     with tempfile.TemporaryFile("w+") as errors:
         process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=errors, text=True, start_new_session=True,
+            command,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+            start_new_session=True,
             env=os.environ | {"PYTHONUNBUFFERED": "1"},
-        )  # fmt: skip
+        )
         is_late = threading.Event()
         timer = threading.Timer(max(limit_s, 0.1), _end_late, (process, is_late))
         timer.start()

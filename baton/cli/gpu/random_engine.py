@@ -62,8 +62,13 @@ class RandomSource(WeightSource):
             values = (self._normal(*size) * 1e4).clamp_(-448, 448).to(torch.float8_e4m3fn)
             return Fp8Weight(values, self._scales(out_features, 1) * 4e-4, (1, in_features), "dynamic")
         if self._form == "int8":
-            return IntWeight(8, self._bytes(*size).view(torch.int8), self._scales(out_features, 1) * 4e-4, in_features,
-                             activations="dynamic")  # fmt: skip
+            return IntWeight(
+                8,
+                self._bytes(*size).view(torch.int8),
+                self._scales(out_features, 1) * 4e-4,
+                in_features,
+                activations="dynamic",
+            )
         scales = self._scales(out_features, in_features // 128) * 4e-3
         return IntWeight(4, self._bytes(out_features, in_features // 2), scales, 128)
 
@@ -80,32 +85,58 @@ class RandomSource(WeightSource):
 def make_spec(sizes: tuple[int, ...], context: int) -> ModelSpec:
     num_layers, hidden, inner, num_heads, num_kv_heads, head_dim, vocab = sizes
     return ModelSpec(
-        folder=Path("random"), family="llama", vocab_size=vocab, hidden_size=hidden, intermediate_size=inner,
-        num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, norm=NormSpec(1e-5),
+        folder=Path("random"),
+        family="llama",
+        vocab_size=vocab,
+        hidden_size=hidden,
+        intermediate_size=inner,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        norm=NormSpec(1e-5),
         ropes=(RopeSpec(kind="default", theta=500000.0, max_position_embeddings=context, original_context=context),),
-        layers=(LayerSpec(),) * num_layers, tied=False, dtype="bf16",
-    )  # fmt: skip
+        layers=(LayerSpec(),) * num_layers,
+        tied=False,
+        dtype="bf16",
+    )
 
 
 class RandomEngine:
     """A whole engine on one device: scheduler, pool, launcher with its graphs, sampler."""
 
     def __init__(
-        self, form: str, device: torch.device, sizes=LLAMA_8B, *, kv: str = "bf16", exact: bool = False,
-        max_num_seqs: int = 256, context: int = 2048, chunk: int = 8192, num_tokens: int = 0, proposers=(),
+        self,
+        form: str,
+        device: torch.device,
+        sizes=LLAMA_8B,
+        *,
+        kv: str = "bf16",
+        exact: bool = False,
+        max_num_seqs: int = 256,
+        context: int = 2048,
+        chunk: int = 8192,
+        num_tokens: int = 0,
+        proposers=(),
         sm_share: float | None = None,
-    ):  # fmt: skip
+    ):
         """Build the engine. `num_tokens` is the pool's size, 0 for max_num_seqs contexts; `sm_share` is a share of the
         multiprocessors, None for all."""
         spec = make_spec(sizes, context)
         num_blocks = -(-(num_tokens or max_num_seqs * context) // BLOCK_SIZE)
         self.config = resolve(
             EngineConfig(
-                model=spec.folder, kv_dtype=kv, block_size=BLOCK_SIZE, num_blocks=num_blocks, max_model_len=context,
-                max_num_seqs=max_num_seqs, max_num_batched_tokens=max(chunk, max_num_seqs + 64), batch_invariant=exact,
+                model=spec.folder,
+                kv_dtype=kv,
+                block_size=BLOCK_SIZE,
+                num_blocks=num_blocks,
+                max_model_len=context,
+                max_num_seqs=max_num_seqs,
+                max_num_batched_tokens=max(chunk, max_num_seqs + 64),
+                batch_invariant=exact,
                 sm_share=sm_share,
-            ), spec,
-        )  # fmt: skip
+            ),
+            spec,
+        )
         make, _ = choose_linear("auto", exact, torch.bfloat16, device)
         shape = AttentionShape(
             spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.windows, torch.bfloat16, device, kv, BLOCK_SIZE

@@ -90,9 +90,11 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     dry.add_argument("--trace", type=Path, metavar="FILE", help="recorded requests in place of a generated day")
     dry.add_argument("--seed", type=int, default=0, metavar="N", help="of the generated day (default: 0)")
     dry.add_argument(
-        "--load", default="100,1000,200", metavar="R,P,O",
+        "--load",
+        default="100,1000,200",
+        metavar="R,P,O",
         help="its most requests a second, mean tokens of prompt and output (default: %(default)s)",
-    )  # fmt: skip
+    )
     dry.add_argument("--picture", type=Path, metavar="FILE", help="write workers over the day as SVG")
     add_launcher_flags(parser, "none")
     add_access_flags(parser)

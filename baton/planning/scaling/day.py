@@ -95,9 +95,13 @@ def run_day(
             workers[role].append(serving[role] + coming[role])
             needed[role].append(least[role])
         seen = FleetCounters(
-            at_s + DECIDE_S, minute.requests_per_s, minute.prompt_tokens, minute.output_tokens, serving=dict(serving),
+            at_s + DECIDE_S,
+            minute.requests_per_s,
+            minute.prompt_tokens,
+            minute.output_tokens,
+            serving=dict(serving),
             starting=coming,
-        )  # fmt: skip
+        )
         decision = scaler.decide(seen)
         if decision is None:
             continue

@@ -44,9 +44,14 @@ class ScalerLoop:
     they differ from the last."""
 
     def __init__(
-        self, scaler: Scaler, watch: FleetWatch, look: Look, report: Callable[[str], None], performer: Performer | None = None,
+        self,
+        scaler: Scaler,
+        watch: FleetWatch,
+        look: Look,
+        report: Callable[[str], None],
+        performer: Performer | None = None,
         lease: LeaderLease | None = None,
-    ):  # fmt: skip
+    ):
         """Make the loop. Without `performer` it only proposes; without `lease` it assumes that no other scaler runs."""
         self._scaler, self._watch, self._look, self._report = scaler, watch, look, report
         self._performer, self._lease, self._reported = performer, lease, ""

@@ -28,9 +28,14 @@ class FrozenTarget:
         num_states = None if read_spec(folder).state is None else max(2, num_seqs)
         # Exact bits do not matter here, so the fast kernels are used.
         config = EngineConfig(
-            folder, block_size=BLOCK_SIZE, num_blocks=num_blocks, num_states=num_states, max_model_len=max_length,
-            batch_invariant=False, device="cpu",
-        )  # fmt: skip
+            folder,
+            block_size=BLOCK_SIZE,
+            num_blocks=num_blocks,
+            num_states=num_states,
+            max_model_len=max_length,
+            batch_invariant=False,
+            device="cpu",
+        )
         engine = Engine.load(config)
         self.model, self._pool = engine.runner.model, engine.pool
         self.identity = engine.model_identity

@@ -40,9 +40,12 @@ def held_elsewhere(device: int, num_bytes: int) -> Iterator[bytes]:
 
 
 def check(
-    say: Say, model: Path | None, runtime: CudaRuntime | None = None, hold: Hold = held_elsewhere,
+    say: Say,
+    model: Path | None,
+    runtime: CudaRuntime | None = None,
+    hold: Hold = held_elsewhere,
     num_bytes: int = NUM_BYTES,
-) -> None:  # fmt: skip
+) -> None:
     runtime = runtime or find_runtime()
     assert runtime is not None
     devices = range(runtime.num_devices())

@@ -24,9 +24,13 @@ SAMPLINGS = {"greedy": {}, "top_p": dict(temperature=0.6, top_p=0.9, seed=1)}
 
 
 def check(
-    say: Say, model: Path | None, device: torch.device | None = None, sizes=LLAMA_8B, batches: Sequence[int] = BATCHES,
+    say: Say,
+    model: Path | None,
+    device: torch.device | None = None,
+    sizes=LLAMA_8B,
+    batches: Sequence[int] = BATCHES,
     num_steps: int = NUM_STEPS,
-) -> None:  # fmt: skip
+) -> None:
     device = device or torch.device("cuda", 0)
     context = 2 * (PROMPT + num_steps)
     batches = _fitting(say, batches, partial(_bytes_of, sizes, context), _free(device))

@@ -24,14 +24,23 @@ def check(say: Say, model: Path | None, device: torch.device | None = None, size
         with launcher.without_graphs():
             eager = made.answers(prompts, NUM_OUTPUT, **sampling)
         alone = [made.answers([ids], NUM_OUTPUT, **sampling)[0] for ids in prompts]
-        say(f"tokens, {name}", replayed == eager == alone, "graphs, no graphs, and each prompt alone agree"
-            if replayed == eager == alone else "graphs, no graphs or prompts alone DIFFER")  # fmt: skip
+        say(
+            f"tokens, {name}",
+            replayed == eager == alone,
+            "graphs, no graphs, and each prompt alone agree"
+            if replayed == eager == alone
+            else "graphs, no graphs or prompts alone DIFFER",
+        )
     if device.type == "cuda":
         with torch.inference_mode():
             planned = step_bytes(made.model, made.config, False)
         free, total = torch.cuda.mem_get_info(device)
         taken = total - free - made.model.weights.num_bytes - made.engine.pool.bytes.nbytes
         allowed = planned + int(0.1 * total)
-        say("memory", taken <= allowed, f"{taken >> 20} MiB beside weights and pool; {planned >> 20} were planned for "
-            f"steps, and a tenth of the GPU is left")  # fmt: skip
+        say(
+            "memory",
+            taken <= allowed,
+            f"{taken >> 20} MiB beside weights and pool; {planned >> 20} were planned for "
+            f"steps, and a tenth of the GPU is left",
+        )
     made.close()

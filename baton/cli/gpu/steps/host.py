@@ -99,12 +99,19 @@ def _gpus(say: Say, probe: Probe) -> None:
             continue
         name = f"GPU {found['index']}"
         capability = tuple(int(part) for part in found["compute_cap"].split("."))
-        say(name, capability >= MIN_CAPABILITY, f"{found['name']}, compute capability {found['compute_cap']}, "
-            f"driver {found['driver_version']}, NUMA node {probe.numa_node(found['pci.bus_id'])}")  # fmt: skip
+        say(
+            name,
+            capability >= MIN_CAPABILITY,
+            f"{found['name']}, compute capability {found['compute_cap']}, "
+            f"driver {found['driver_version']}, NUMA node {probe.numa_node(found['pci.bus_id'])}",
+        )
         _memory(say, f"{name}: memory", found["memory.free"], found["memory.total"])
         is_split = found["mig.mode.current"] == "Enabled"
-        say(f"{name}: MIG", None if is_split else True,
-            "on: copies between two instances are refused, KV goes through host memory" if is_split else "off")  # fmt: skip
+        say(
+            f"{name}: MIG",
+            None if is_split else True,
+            "on: copies between two instances are refused, KV goes through host memory" if is_split else "off",
+        )
         errors = found["ecc.errors.uncorrected.volatile.total"]
         say(f"{name}: ECC", errors == "0" or not errors.isdigit(), f"uncorrected errors: {errors}")
         slowed = found["clocks_throttle_reasons.hw_slowdown"]
@@ -133,8 +140,11 @@ def _compiling(say: Say, probe: Probe) -> None:
     header = probe.header()
     say("Python.h", header.exists(), str(header) if header.exists() else f"{header} is missing: install python3-dev")
     libcuda = probe.libcuda()
-    say("libcuda", libcuda is not None,
-        libcuda or "ldconfig knows none: run ldconfig, or set TRITON_LIBCUDA_PATH to its folder")  # fmt: skip
+    say(
+        "libcuda",
+        libcuda is not None,
+        libcuda or "ldconfig knows none: run ldconfig, or set TRITON_LIBCUDA_PATH to its folder",
+    )
     cache = probe.cache()
     nearest = next(folder for folder in (cache, *cache.parents) if folder.exists())
     is_writable = os.access(nearest, os.W_OK)

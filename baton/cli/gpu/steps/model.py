@@ -35,8 +35,12 @@ def check(say: Say, model: Path | None, device: str = "cuda") -> None:
     agreeing = sum(_best(mine) == _best(wanted) for mine, wanted in zip(ours, theirs, strict=True))
     largest = max(abs(mine[id_] - wanted[id_]) for mine, wanted in zip(ours, theirs, strict=True) for id_ in mine)
     is_right = agreeing >= LEAST_AGREEING * len(prompts) and largest < TOLERANCE
-    say("logits", is_right, f"{agreeing} of {len(prompts)} prompts agree in the best token, log-probabilities of the "
-        f"{BEST} best differ by {largest:.3f} at most")  # fmt: skip
+    say(
+        "logits",
+        is_right,
+        f"{agreeing} of {len(prompts)} prompts agree in the best token, log-probabilities of the "
+        f"{BEST} best differ by {largest:.3f} at most",
+    )
 
 
 def _best(logprobs: dict[int, float]) -> int:

@@ -48,8 +48,13 @@ class RayLauncher:
     keeps_roles = False
 
     def __init__(
-        self, program: WorkerProgram, gateways: Sequence[str], address: str, resources: Mapping[str, Resources], access: Access
-    ):  # fmt: skip
+        self,
+        program: WorkerProgram,
+        gateways: Sequence[str],
+        address: str,
+        resources: Mapping[str, Resources],
+        access: Access,
+    ):
         """Connect to the cluster. Raises StartError, one line, if there is none or its nodes cannot reach the
         gateways."""
         _connect(address)

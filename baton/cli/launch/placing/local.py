@@ -30,9 +30,13 @@ class LocalLauncher:
     keeps_roles = False
 
     def __init__(
-        self, programs: Sequence[WorkerProgram], gateways: Sequence[str], num_first: Mapping[str, int],
-        cpu_roles: Collection[str], num_gpus: Mapping[str, int] | None = None,
-    ):  # fmt: skip
+        self,
+        programs: Sequence[WorkerProgram],
+        gateways: Sequence[str],
+        num_first: Mapping[str, int],
+        cpu_roles: Collection[str],
+        num_gpus: Mapping[str, int] | None = None,
+    ):
         """Make the launcher. A new worker runs the program of the model with the fewest workers of its role.
         `num_first`: workers at the start, by role. Workers of `cpu_roles` take no GPU. `num_gpus`: per worker, by role
         (default: 1)."""
