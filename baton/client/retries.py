@@ -105,7 +105,7 @@ class Settable(Protocol):
 
 
 class Addresses(Generic[OpenT]):
-    """Gateways of which any will do. One, drawn at random, is used until it fails, then the next. Threads may share the
+    """Interchangeable gateways. One, drawn at random, is used until it fails, then the next. Threads may share the
     object."""
 
     def __init__(self, target: str | Sequence[str], open_one: Callable[[str], OpenT]):

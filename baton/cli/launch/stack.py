@@ -37,9 +37,8 @@ class StackPlan:
     num_workers: Mapping[str, int] = field(default_factory=lambda: {"prefill": 1, "decode": 1})
     worker_options: Mapping[str, Sequence[str]] = field(default_factory=dict)
     gateway_options: Sequence[str] = ()
-    gateway_env: Mapping[str, str] = field(
-        default_factory=dict
-    )  # variables of its own: all users can read command lines
+    # Variables of the gateways only: other users can read command lines.
+    gateway_env: Mapping[str, str] = field(default_factory=dict)
     num_gateways: int = 1
     cpu_roles: Collection[str] = ()
     http: str | None = None  # of the first gateway; the system chooses the others' ports
