@@ -1,5 +1,5 @@
-"""Check constraints in processes of their own, as many as are asked at once: what takes too long or too much memory
-ends with its process, and nobody else waits for it."""
+"""Check constraints in separate processes, one for each check that runs: a check that takes too long or too much memory
+ends with its process, and delays no other."""
 
 import contextlib
 import hashlib
@@ -26,36 +26,41 @@ _NUM_KEPT = 1024  # answers, 100 bytes each
 
 
 class ConstraintChecks:
-    """Thread-safe. A process begins with a constraint that finds none idle, or before (`start`), and ends with this
-    object's `close`."""
+    """A pool of processes that check constraints against one vocabulary. Thread-safe.
+
+    A process is started when a check finds none idle, or earlier by `start`; `close` ends all of them."""
 
     def __init__(self, tokenizer_json: bytes, vocab_size: int):
-        """`vocab_size`: of the model, which may know fewer ids than its tokenizer."""
+        """Check for a tokenizer and a model of `vocab_size` ids, which may be fewer than the tokenizer's."""
         self._first = vocab_size.to_bytes(8, "little") + tokenizer_json
-        self._idle: list[_Checker] = []  # the one that was asked last comes first again: more are seldom needed
+        self._idle: list[_Checker] = []  # last in, first out: more than one is seldom needed
         self._processes: WeakSet[_Checker] = WeakSet()
-        self._known: OrderedDict[bytes, tuple[str, str]] = OrderedDict()  # by digest: ("", "") is good
+        self._known: OrderedDict[bytes, tuple[str, str]] = (
+            OrderedDict()
+        )  # (place, reason) by digest; ("", ""): it is good
         self._lock = threading.Lock()
         self._is_closed = False
 
     def start(self) -> None:
-        """Start a process, before a constraint waits for it. What goes wrong, goes wrong again there."""
+        """Start a process before a constraint needs one. A failure is ignored: the next check meets it again and
+        reports it."""
         with contextlib.suppress(Unavailable):
             process, _ = self._take()
             self._give_back(process)
 
     def known(self, constraint: Constraint) -> tuple[str, str] | None:
-        """Return what was found before, as (place, reason); None: it was not looked at."""
+        """Return the remembered result of a check as (place, reason), or None if the constraint was not checked yet."""
         with self._lock:
             return self._known.get(_digest(constraint))
 
     def check(self, constraint: Constraint) -> tuple[str, str]:
-        """Return what is wrong with a constraint, as (place, reason), or ("", ""). Takes seconds at most. Raises
-        Unavailable where nothing was found out about it: that is not kept."""
+        """Return what is wrong with a constraint as (place, reason), or ("", "") if it is good. Takes seconds at most.
+
+        Raises Unavailable if the check could not be made; that is not remembered."""
         if (problem := self.known(constraint)) is not None:
             return problem
         try:
-            grammar_of(constraint)  # what a look at it refuses
+            grammar_of(constraint)  # raises what is wrong without compiling it
             problem = self._ask(constraint)
         except BadConstraint as error:
             problem = error.place, error.reason
@@ -77,14 +82,14 @@ class ConstraintChecks:
         if problem != ("", ""):
             return problem
         if (problem := process.ask(json.dumps(constraint).encode(), _MAX_WAIT_S)) is None:
-            if process.close() == -signal.SIGKILL:  # by us, or by a kernel without memory: not for what it did
+            if process.close() == -signal.SIGKILL:  # by us, or by a kernel out of memory: not the constraint's fault
                 raise Unavailable("the constraint could not be checked in time", _RETRY_AFTER_S)
             return "", f"takes more than {MAX_CPU_S:g} s or too much memory to compile: make it simpler"
         self._give_back(process)
         return problem
 
     def _take(self) -> tuple["_Checker", tuple[str, str]]:
-        """Return a process that nobody else asks, and what is wrong with the vocabulary, as `check` does. Raises
+        """Return a process for this caller alone, and what is wrong with the vocabulary as (place, reason). Raises
         Unavailable."""
         with self._lock:
             if self._is_closed:
@@ -111,7 +116,7 @@ class ConstraintChecks:
 
 
 class _Checker:
-    """One process of baton.constraints.checker."""
+    """A process that runs baton.constraints.checker."""
 
     def __init__(self):
         argv = [sys.executable, "-m", "baton.constraints.checker"]
@@ -125,27 +130,27 @@ class _Checker:
         return self._process.poll() is None
 
     def ask(self, frame: bytes, within_s: float) -> tuple[str, str] | None:
-        """Return its answer to a frame; None where there is none in time."""
+        """Send a frame; return the answer as (place, reason), or None if none comes within `within_s` seconds."""
         deadline = time.monotonic() + within_s
         try:
             write_frame(self._stdin, frame)
             head = self._read(8, deadline)
             found = self._read(int.from_bytes(head, "little"), deadline)
-        except (OSError, EOFError, ValueError):  # ValueError: it is closed
+        except (OSError, EOFError, ValueError):  # ValueError: the pipe is closed
             return None
         place, reason = json.loads(found)
         return place, reason
 
     def close(self) -> int:
-        """End it at once, and return its exit status: -SIGKILL if it had not ended by itself. Idempotent."""
+        """Kill the process; return its exit status, which is -SIGKILL if it had not ended by itself. Idempotent."""
         self._process.kill()
-        with contextlib.suppress(OSError):  # of what was written and never read
+        with contextlib.suppress(OSError):  # bytes were written and never read
             self._stdin.close()
         self._stdout.close()
         return self._process.wait()
 
     def _read(self, num_bytes: int, deadline: float) -> bytes:
-        """Raises EOFError where the process has ended, OSError (TimeoutError) at the deadline."""
+        """Return the next `num_bytes` bytes. Raises EOFError if the process has ended, TimeoutError at the deadline."""
         found, stream = b"", self._stdout
         while len(found) < num_bytes:
             if not select.select([stream], [], [], max(0.0, deadline - time.monotonic()))[0]:

@@ -1,7 +1,7 @@
-"""Turn token ids into text as they come: half a character is held back.
+"""Turn token ids into text as they come; an incomplete character is held back.
 
-The pieces of a choice and the answer of Detokenize come from the same code, so they are the same text. A token is
-looked at once, for the bytes that it means; from then on decoding is a table.
+Streamed choices and the Detokenize call use the same code, so their texts are equal. The bytes of a token are found
+once and then looked up in a table.
 """
 
 import codecs
@@ -14,8 +14,8 @@ from gateway.text.tokenizer import Tokenizer
 
 _BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")
 _STEP = 4096  # ids
-_STRIDES = (1024, 32, 1)  # ids, in search of a character
-LOOKED_AT = 64  # of a prompt: few begin with as many that have no text
+_STRIDES = (1024, 32, 1)  # ids: steps of num_begun's search, from coarse to fine
+LOOKED_AT = 64  # tokens at the head of a prompt: few begin with so many that have no text
 _WORD = re.compile("[a-z]+")
 NO_CHARACTERS: Mapping[int, str] = {}
 
@@ -24,7 +24,7 @@ class Detokenizer:
     """Make decoders for one tokenizer. Special tokens have no text."""
 
     def __init__(self, tokenizer: Tokenizer, characters: Mapping[int, str] = NO_CHARACTERS):
-        """`characters`: that stand for some tokens, whatever their text is."""
+        """Make decoders for a tokenizer. `characters`: texts of some tokens, by id, in place of the tokenizer's."""
         self._characters = characters
         self._tokenizer, self._special_ids = tokenizer.decoder, tokenizer.special_ids
         self._is_byte_level = tokenizer.is_byte_level
@@ -37,22 +37,23 @@ class Detokenizer:
         self._len_behind = len(self._decode(self._word * 2)) - self._len_before
 
     def decoder(self, continues: bool = False) -> "TextDecoder":
-        """Return a decoder for one sequence; `continues`: it goes on with a text that stands before it."""
+        """Return a decoder for one sequence. `continues`: the sequence continues an earlier text."""
         return TextDecoder(self._bytes, self._bytes if self._is_byte_level or continues else self._first_bytes)
 
     def has_text(self, token_ids: Sequence[int]) -> bool:
-        """Return whether any of the first tokens has text."""
+        """Return whether any of the first LOOKED_AT tokens has text."""
         return any(self._bytes[token_id] for token_id in token_ids[:LOOKED_AT])
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Return the text of a whole sequence, in steps short enough for other threads to run in between."""
+        """Return the text of a whole sequence, decoded in short steps so that other threads can run in between."""
         decoder = self.decoder()
         pieces = [decoder.push(token_ids[begin : begin + _STEP]) for begin in range(0, len(token_ids), _STEP)]
         return "".join(pieces) + decoder.finish()
 
     def num_begun(self, token_ids: Sequence[int], positions: Iterable[int], continues: bool = False) -> list[int]:
-        """Return for each of these characters of a sequence's text, in order, how many of its tokens begin before it.
-        `continues`: as of `decoder`."""
+        """Return, for each of these positions of characters in a sequence's text, how many tokens begin before it.
+
+        The positions must be in order. `continues`: as for `decoder`."""
         decoder, num_tokens, num_chars, counts = self.decoder(continues), 0, 0, list[int]()
         for position in positions:
             for size in _STRIDES:
@@ -66,7 +67,7 @@ class Detokenizer:
         return counts
 
     def bytes_of(self, token_id: int) -> bytes:
-        """Return the UTF-8 bytes of a token within a text, not always whole characters."""
+        """Return the UTF-8 bytes of a token within a text; they may be a part of a character."""
         if token_id in self._characters:
             return self._characters[token_id].encode()
         token = None if token_id in self._special_ids else self._tokenizer.id_to_token(token_id)
@@ -80,12 +81,12 @@ class Detokenizer:
         return text[self._len_before : len(text) - self._len_behind].encode()
 
     def shown(self, token_id: int) -> tuple[str, bytes]:
-        """Return a token as it is shown alone, and its bytes: of a special one, which has no text, its name."""
+        """Return the text and the bytes of a single token, or of its name if it is special and has no text."""
         raw = self._bytes[token_id] or self._name(token_id).encode()
         return raw.decode(errors="replace"), raw
 
     def token_text(self, token_id: int) -> pb.TokenText:
-        """Return what a token says by itself."""
+        """Return the bytes of a token within a text and as its first, or its name if it has no text."""
         text, first = self._bytes[token_id], (self._bytes if self._is_byte_level else self._first_bytes)[token_id]
         return pb.TokenText(text=text, first_text=first, name="" if text else self._name(token_id))
 
@@ -93,7 +94,7 @@ class Detokenizer:
         return self._tokenizer.id_to_token(token_id) or ""
 
     def _first_bytes_of(self, token_id: int) -> bytes:
-        """The same of a text's first token, where some vocabularies take a space away."""
+        """Return the UTF-8 bytes of a token that begins a text, where some tokenizers drop a leading space."""
         if token_id in self._characters:
             return self._characters[token_id].encode()
         text, value = self._decode([token_id]), self._byte_of(self._name(token_id))
@@ -103,12 +104,13 @@ class Detokenizer:
         return self._tokenizer.id_to_token(token_id) is not None
 
     def _byte_of(self, token: str) -> bytes | None:
-        """The byte that a token of a vocabulary with byte fallback is written for."""
+        """Return the byte that a token such as <0x0A> stands for in a vocabulary with byte fallback, or None."""
         found = _BYTE_TOKEN.fullmatch(token) if self._has_byte_tokens else None
         return found and bytes.fromhex(found[1])
 
     def _find_word(self) -> list[int]:
-        """A token: what another one looks like between two of it is what it looks like within a text."""
+        """Return one token that is a plain word, if there is one: between two of it, any token decodes as within a
+        text."""
         for token_id in range(self._tokenizer.get_vocab_size()):
             if _WORD.fullmatch(self._decode([token_id])):
                 return [token_id]
@@ -119,7 +121,8 @@ class Detokenizer:
 
 
 class _Bytes(dict[int, bytes]):
-    """The bytes of the tokens so far. Of ids that the vocabulary has not, which clients may name, nothing is kept."""
+    """The bytes of tokens by id, computed when first needed. Ids outside the vocabulary, which clients may send, are
+    not kept."""
 
     def __init__(self, bytes_of: Callable[[int], bytes], is_known: Callable[[int], bool]):
         self._bytes_of, self._is_known = bytes_of, is_known
@@ -132,16 +135,16 @@ class _Bytes(dict[int, bytes]):
 
 
 class TextDecoder:
-    """The text of one sequence of tokens: exact, however they are grouped."""
+    """Decode one sequence of tokens in pieces; the text does not depend on how the tokens are grouped."""
 
     __slots__ = ("_bytes", "_first", "_held")
 
     def __init__(self, bytes_of: Mapping[int, bytes], first: Mapping[int, bytes]):
-        self._bytes, self._first = bytes_of, first  # `first`: until a token has had text
-        self._held = b""  # of a character
+        self._bytes, self._first = bytes_of, first  # `first`: in use until a token has had text
+        self._held = b""  # the beginning of an incomplete character
 
     def push(self, token_ids: Sequence[int]) -> str:
-        """Return the text that is certain now and was not before."""
+        """Add tokens; return the text that they complete."""
         value = self._held
         if self._first is not self._bytes:
             begun = next((i for i, token_id in enumerate(token_ids) if self._bytes[token_id]), None)
@@ -155,13 +158,13 @@ class TextDecoder:
         return text
 
     def finish(self) -> str:
-        """Return what is left: an unfinished character becomes U+FFFD."""
+        """Return the text that is left: an incomplete character becomes U+FFFD."""
         value, self._held = self._held, b""
         return value.decode(errors="replace")
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """Return GPT-2's printable characters for all bytes."""
+    """Return the byte that each of GPT-2's printable characters stands for."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [value for value in range(256) if value not in printable]
     return {chr(value): value for value in printable} | {chr(256 + i): value for i, value in enumerate(others)}
@@ -171,7 +174,7 @@ _BYTES = _byte_alphabet()
 
 
 def _token_bytes(token: str) -> bytes:
-    """Return the bytes of a token; one with a character outside the alphabet was added as text."""
+    """Return the bytes of a byte-level token. A token with a character outside the alphabet was added as plain text."""
     try:
         return bytes([_BYTES[character] for character in token])
     except KeyError:

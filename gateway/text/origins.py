@@ -1,17 +1,17 @@
-"""Whose control tokens those of a rendered conversation are: what clients write never becomes one.
+"""Find which control tokens of a rendered conversation the template wrote: what clients write never becomes one.
 
-A second rendering carries marks, characters that occur nowhere else: around each text of clients, and within it around
-each control token that it spells. Between two marks all characters are of one origin, whatever a template does to a
-text as a whole, or if it cuts one at a control token:
+The conversation is rendered a second time with marks, which are characters that occur nowhere else: around each text of
+a client, and within it around each control token that it spells. All characters between two marks then have the same
+origin, even if the template changes a text as a whole or cuts it at a control token:
 
     [text (token) text]   template   [text (    template    ) text]   template
 
-A template that writes the token at which it cut, and nothing else, has written what the client did: that is the
+If a template cuts a text at a control token and writes that same token there, and nothing else, the token counts as the
 client's.
 
-Where a template measures or compares what has marks, a third rendering has masks: in place of each sign of which
-control tokens are made, in each text of clients, another character that occurs nowhere else. Where it is the first one
-but for these, the control tokens in it are the template's.
+A template may measure or compare texts, and write something else because of the marks. Therefore a third rendering has
+masks: in each text of a client, every sign that control tokens are made of is replaced by a character that occurs
+nowhere else. If this rendering, unmasked, equals the first one, the control tokens left in it are the template's.
 """
 
 import abc
@@ -33,11 +33,12 @@ from gateway.text.templates import (
     unused_marks,
 )
 
-_INSIDE, _STILL_INSIDE = ("[", ")"), ("]", "(")  # marks before and behind what is a client's
+_INSIDE, _STILL_INSIDE = ("[", ")"), ("]", "(")  # names of marks before and behind what is a client's
 
 
 class Rendered(NamedTuple):
-    """`of_template`: the control tokens in `text`, in order, that are the template's own; None: nobody can tell."""
+    """A rendered conversation. `of_template`: the control tokens in `text` that the template wrote, in order; None:
+    they cannot be told from the clients'."""
 
     text: str
     of_template: tuple[Match, ...] | None
@@ -46,7 +47,7 @@ class Rendered(NamedTuple):
 def render_origins(
     template: ChatTemplate, controls: ControlTokens, messages: Sequence[ChatMessage], options: ChatOptions = NO_OPTIONS
 ) -> Rendered:
-    """Render, and say which control tokens are the template's. Raises TemplateFailed."""
+    """Render a conversation and find which control tokens the template wrote. Raises TemplateFailed."""
     text = template.render(messages, options)
     characters = unused_marks(4 + len(controls.characters), texts_of(messages, options), text)
     for disguise in (_Marks(controls, characters[:4]), _Masks(controls, characters[4:])):
@@ -58,22 +59,23 @@ def render_origins(
 
 
 class _Disguise(abc.ABC):
-    """The texts of one conversation, written so that what comes of them is told from what the template writes."""
+    """Change the clients' texts of one conversation so that they can be told from what the template writes."""
 
     def __init__(self, controls: ControlTokens):
         self.controls = controls
 
     @abc.abstractmethod
-    def text(self, text: str) -> str: ...
+    def text(self, text: str) -> str:
+        """Return a text of a client in disguise."""
 
     @abc.abstractmethod
     def of_template(self, text: str, disguised: str) -> tuple[Match, ...] | None:
-        """Return the control tokens in `text`, a rendering, that are the template's, by the one of disguised texts;
-        None: it does not show them."""
+        """Return the control tokens that the template wrote in `text`, the plain rendering; None if `disguised`, the
+        rendering of the disguised texts, does not show them."""
 
     def value(self, value: Any) -> Any:
-        """Return a value of JSON with its texts disguised; of keys, which templates ask for, those that would be a
-        control token between brackets."""
+        """Return a JSON value with its texts disguised. Templates look keys up, so a key is disguised only if it would
+        spell a control token between brackets."""
         if isinstance(value, str):
             return self.text(value)
         if isinstance(value, dict):
@@ -97,17 +99,21 @@ class _Disguise(abc.ABC):
 
 
 class _Marks(_Disguise):
+    """Put marks around the clients' texts, and around the control tokens within them."""
+
     def __init__(self, controls: ControlTokens, characters: Sequence[str]):
         super().__init__(controls)
         self.names = dict(zip(characters, "[]()", strict=True))
         self._text_begin, self._text_end, self._begin, self._end = characters
-        self.spelled: set[str] = set()  # all that stands between ( and )
-        self.heads: set[str] = set()  # control tokens with which such a pair begins
-        self.tails: set[str] = set()  # and ends
+        self.spelled: set[str] = set()  # what was put between ( and )
+        self.heads: set[str] = set()  # first control tokens of such a pair
+        self.tails: set[str] = set()  # last ones
 
     def text(self, text: str) -> str:
-        """Put the marks inside its outer white space, so that templates that trim see what they would see, and none
-        into words of which no control token is made, so that those that compare or measure them do."""
+        """Return the text with marks inside its outer white space, which a template may trim.
+
+        A text that can be no part of a control token is returned unchanged, so that templates can compare and measure
+        it."""
         core = text.strip()
         if not core or (self.controls.signs.isdisjoint(core) and not self.controls.contain(core)):
             return text
@@ -115,8 +121,8 @@ class _Marks(_Disguise):
         return f"{text[:head]}{self._text_begin}{self._core(core)}{self._text_end}{text[head + len(core) :]}"
 
     def of_template(self, text: str, disguised: str) -> tuple[Match, ...] | None:
-        """Find control tokens between each two marks, and leave out those that are clients': whole texts, tokens that
-        came out between their marks, and what is left of a pair of tokens that was cut between them."""
+        """Return the control tokens between marks, without the clients': those within a text, those that came out
+        between their own marks, and the rest of a pair of tokens that the template cut in two."""
         pieces = re.split(f"([{''.join(self.names)}])", disguised)
         names = ["", *(self.names[mark] for mark in pieces[1::2]), ""]
         found, position = list[Match](), 0
@@ -144,8 +150,8 @@ class _Marks(_Disguise):
         return "".join((*pieces, text[position:]))
 
     def _units(self, text: str) -> list[Match]:
-        """Return the control tokens; two with nothing or white space between them are one: a template may ask whether
-        there is something."""
+        """Return the control tokens of a text. Two with only white space between them are one unit, since a template
+        may test whether there is anything between them."""
         units, is_pair = list[Match](), False
         for found in self.controls.find(text):
             if units and not is_pair and not text[units[-1].end : found.begin].strip():
@@ -159,6 +165,8 @@ class _Marks(_Disguise):
 
 
 class _Masks(_Disguise):
+    """Replace the signs of control tokens in the clients' texts by characters that occur nowhere else."""
+
     def __init__(self, controls: ControlTokens, characters: Sequence[str]):
         super().__init__(controls)
         self._masks = dict(zip(sorted(controls.characters), characters, strict=True))
@@ -166,8 +174,8 @@ class _Masks(_Disguise):
         self._show = str.maketrans({mask: character for character, mask in self._masks.items()})
 
     def text(self, text: str) -> str:
-        """Mask the signs, and of a text that is within a control token, to which a template may add the rest, its first
-        character."""
+        """Return the text with its signs masked; if it is a part of a control token, which a template could complete,
+        also with its first character masked."""
         core = text.strip()
         if core and self.controls.contain(core):
             text = text.replace(core[0], self._masks[core[0]], 1)
@@ -178,8 +186,9 @@ class _Masks(_Disguise):
 
 
 def _moved(found: Sequence[Match], bare: str, text: str) -> tuple[Match, ...] | None:
-    """Return the places in `text` of what was found in `bare`, which may have more white space: beside a mark the
-    template could not trim it. None where they differ otherwise."""
+    """Return where the matches found in `bare` are in `text`, or None if the two differ in more than white space.
+
+    `bare` may have more white space, since a template cannot trim it beside a mark."""
     if bare == text:
         return tuple(found)
     if "".join(bare.split()) != "".join(text.split()):

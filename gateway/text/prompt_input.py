@@ -1,4 +1,4 @@
-"""A prompt as a client gives it, which is not tokens yet."""
+"""A prompt as a client sends it, before it is tokenized."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -7,7 +7,7 @@ from gateway.text.templates import Conversation
 
 
 class PromptInput(NamedTuple):
-    """Exactly one is not None; none where the content is not kept."""
+    """A prompt in one of three forms: exactly one field is not None, or none once the content is no longer kept."""
 
     text: str | None = None
     token_ids: Sequence[int] | None = None
@@ -15,5 +15,5 @@ class PromptInput(NamedTuple):
 
     @property
     def field(self) -> str:
-        """The field of the request that it came in, for errors."""
+        """The field of the request that held the prompt, for errors."""
         return "text" if self.text is not None else "messages" if self.messages is not None else "token_ids"

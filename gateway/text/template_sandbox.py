@@ -1,5 +1,8 @@
-"""Bound what a rendering in Jinja's sandbox may take: work, and the size of values. Growth by one operator, call,
-filter or loop is counted; otherwise a template is trusted like the model that it comes with."""
+"""Bound the work of a rendering in Jinja's sandbox, and the size of its values.
+
+What one operator, call, filter or loop adds is counted; otherwise a template is trusted like the model that it comes
+with.
+"""
 
 import re
 from collections.abc import Iterable, Sized
@@ -19,7 +22,7 @@ _MAX_BITS = 10_000  # of a whole number
 _WIDE_PERCENT = re.compile(r"%[^a-zA-Z%]*(\*|\d{7})")
 _WIDE_FORMAT = re.compile(r"\d{7}|:[^{}]*\{")
 _OF_VALUES = ("default", "d")  # filters whose arguments are no widths or counts
-_WORK = "work of this rendering"  # no template can name that
+_WORK = "work of this rendering"  # no template can write this name
 
 
 class RenderBudget:
@@ -37,7 +40,7 @@ class RenderBudget:
 
 class _CodeGenerator(CodeGenerator):
     def visit_Concat(self, node: nodes.Concat, frame) -> None:
-        """a ~ b, which is no operator to the sandbox."""
+        """Compile `a ~ b` to a call of the environment: the sandbox does not intercept it as an operator."""
         self.write("environment.concatenated(context, (")
         for part in node.nodes:
             self.visit(part, frame)
@@ -46,7 +49,7 @@ class _CodeGenerator(CodeGenerator):
 
 
 class TemplateSandbox(ImmutableSandboxedEnvironment):
-    """Render with `variables(...)`."""
+    """A sandbox whose renderings are bounded; each takes its variables from `variables(...)`."""
 
     code_generator_class = _CodeGenerator
     intercepted_binops = frozenset(("+", "*", "**", "%"))
@@ -101,14 +104,15 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
 
 @pass_context
 def _written(context: Context, value):
-    """Return everything that a template writes, also into a variable."""
+    """Count a value that a template writes, also into a variable, and return it."""
     context[_WORK].spend(len(value) if isinstance(value, str) else _STEP)
     return value
 
 
 @pass_context
 def _turns(context: Context, items, num_written: int):
-    """Yield the items of a loop; `num_written` characters of the template are written in each turn, at most."""
+    """Count the turns of a loop, each of which writes `num_written` characters of the template at most; return its
+    items."""
     items = items if isinstance(items, Sized) else list(items)
     context[_WORK].spend(len(items) * (_STEP + num_written))
     return items
@@ -140,7 +144,7 @@ def _check(size: int, most: int, what: str) -> None:
 
 
 def _takes_values(function) -> bool:
-    """Return whether no argument is a width or a count: a macro's own calls are bounded."""
+    """Return whether no argument is a width or a count. A macro takes any values: the calls within it are bounded."""
     return isinstance(function, Macro) or function in (dict, Namespace) or isinstance(_owner(function), dict)
 
 

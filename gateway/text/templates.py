@@ -1,6 +1,6 @@
-"""Chat templates, rendered exactly as transformers.apply_chat_template does.
+"""Render chat templates exactly as transformers.apply_chat_template does.
 
-A template comes with the model and runs in Jinja's sandbox; messages come from clients and are values only.
+A template comes with the model and runs in Jinja's sandbox; messages come from clients and are only values in it.
 """
 
 import contextlib
@@ -20,32 +20,36 @@ JsonObject = dict[str, Any]
 
 
 class TemplateFailed(Exception):
-    """The template refuses these messages; the message is its own words, one line."""
+    """The template refuses a conversation; the message is the template's own, on one line."""
 
 
 class ChatToolCall(NamedTuple):
+    """A call of a tool in an assistant's message."""
+
     id: str
     name: str
     arguments: JsonObject
 
     def values(self, form: "CallForm") -> JsonObject:
-        """Return the function that is called, as templates know it."""
+        """Return the called function in the form that templates expect."""
         arguments = json.dumps(self.arguments, ensure_ascii=False) if form.as_text else self.arguments
         return {"name": self.name, "arguments": arguments}
 
 
 class CallForm(NamedTuple):
-    """How a template reads an assistant's message with calls."""
+    """The form in which a template expects an assistant's message with tool calls."""
 
-    content: str | None = ""  # where the message has none
-    as_text: bool = False  # arguments are JSON as text, in place of an object
-    is_apart: bool = False  # a text before calls is a message of its own
+    content: str | None = ""  # of a message that has calls and no text
+    as_text: bool = False  # arguments are a JSON text instead of an object
+    is_apart: bool = False  # a text before the calls becomes a message of its own
 
 
 PLAIN_CALLS = CallForm()
 
 
 class ChatMessage(NamedTuple):
+    """A message of a conversation, whose fields were checked."""
+
     role: str
     content: str
     tool_calls: tuple[ChatToolCall, ...] = ()
@@ -55,13 +59,13 @@ class ChatMessage(NamedTuple):
 
     @property
     def parts(self) -> tuple["ChatMessage", ...]:
-        """Return its text and its calls as messages of their own; as it is where it has not both."""
+        """The text and the calls as two messages; the message itself if it does not have both."""
         if not (self.tool_calls and self.content):
             return (self,)
         return self._replace(tool_calls=()), self._replace(content="", reasoning="")
 
     def values(self, form: CallForm = PLAIN_CALLS) -> JsonObject:
-        """Return the message as templates know it; what it has not is not there."""
+        """Return the message in the form that templates expect, without the fields that it does not have."""
         values: JsonObject = {"role": self.role, "content": self.content}
         if self.tool_calls:
             values["content"] = self.content or form.content
@@ -74,44 +78,46 @@ class ChatMessage(NamedTuple):
             values["name"] = self.name
         if self.reasoning:
             values["reasoning_content"] = self.reasoning
-            # As gpt-oss calls it, whose template refuses it beside a text before calls.
+            # The name that gpt-oss uses; its template refuses it beside a text before calls.
             if not (self.tool_calls and self.content):
                 values["thinking"] = self.reasoning
         return values
 
 
 class Words(NamedTuple):
-    """What the sender of a conversation wrote: all of it, and the keys of objects alone."""
+    """What the client wrote in a conversation: all texts, and among them the keys of objects."""
 
     texts: list[str]
     keys: list[str]
 
 
 class ChatOptions(NamedTuple):
-    """What a conversation has beside its messages."""
+    """The parts of a conversation beside its messages."""
 
     tools: tuple[JsonObject, ...] = ()  # name, description and parameters of each
     kwargs: JsonObject = {}
-    continues: bool = False  # the last message, instead of beginning an answer
-    callable_tools: tuple[str, ...] = ()  # those that the answer may call
+    continues: bool = False  # the answer continues the last message
+    callable_tools: tuple[str, ...] = ()  # tools that the answer may call
     must_call: bool = False
     is_parallel: bool = True  # an answer may have several calls
-    streams_arguments: bool = False  # of calls, instead of each call whole
-    strict_tools: tuple[str, ...] = ()  # those whose calls keep to their parameters also where the answer may be text
+    streams_arguments: bool = False  # the arguments of a call are sent in pieces, not whole
+    strict_tools: tuple[str, ...] = ()  # calls of these match their schema even if the answer may be text
 
     @property
     def loose_tools(self) -> set[str]:
-        """Return those that the answer may call and that are not strict."""
+        """The tools that the answer may call and that are not strict."""
         return set(self.callable_tools).difference(self.strict_tools)
 
 
 class Conversation(NamedTuple):
+    """A prompt in messages."""
+
     messages: tuple[ChatMessage, ...]
     options: ChatOptions = ChatOptions()
 
     @property
     def words(self) -> Words:
-        """Return what its sender wrote, found in one go: its objects may have 100,000 parts."""
+        """What the client wrote, found without recursion: its objects may have 100,000 parts."""
         texts, keys = list[str](), list[str]()
         rest: list[object] = [self.options.tools, self.options.kwargs]
         for message in self.messages:
@@ -132,17 +138,19 @@ NO_OPTIONS = ChatOptions()
 _PROBED_TOOL = "other_tool_0000"
 _PROBED = ChatOptions(({"name": _PROBED_TOOL, "description": "", "parameters": {"type": "object", "properties": {}}},))
 _SYSTEM = ("system", "developer")
-# What a template is given in any case.
+# Variables that every template is given.
 RESERVED = ("messages", "tools", "documents", "add_generation_prompt")
 
 
 class ChatTemplate:
+    """The chat template of a model, and how it takes tools and their calls."""
+
     def __init__(self, source: str, special_tokens: dict[str, str], tool_source: str | None = None):
-        """`tool_source`: of conversations with tools, where that is another. Raises TemplateFailed when a template does
-        not compile."""
+        """Compile a template; `tool_source`, if given, is the one for conversations with tools. Raises TemplateFailed
+        for a template that does not compile."""
         self._special_tokens = special_tokens
         self._for_tools = None if tool_source is None else ChatTemplate(tool_source, special_tokens)
-        # By name: a template that does not know them would leave them out of the prompt without a word.
+        # Found by name: a template that does not use them would silently leave them out of the prompt.
         self.names_tools, self.takes_tool_calls = "tools" in source, "tool_calls" in source
         self._knows_developer = "developer" in source
         try:
@@ -153,17 +161,19 @@ class ChatTemplate:
         self.form = self._find_form() if self.takes_tool_calls else PLAIN_CALLS
 
     def of(self, options: ChatOptions) -> "ChatTemplate":
-        """Return the template of a conversation with these options."""
+        """Return the template for a conversation with these options."""
         return self._for_tools if options.tools and self._for_tools is not None else self
 
     def names(self, name: str) -> bool:
-        """Return whether a variable of this name is the gateway's own to give."""
+        """Return whether the gateway itself gives templates a variable of this name."""
         return name in RESERVED or name in self._special_tokens
 
     def render(self, messages: Sequence[ChatMessage], options: ChatOptions = NO_OPTIONS) -> str:
-        """Return the prompt, with the head of the answer added, or up to the end of the last message where that is to
-        be continued. A conversation that the template refuses is written as the strictest ones take it. Raises
-        TemplateFailed, also for a rendering that would not end."""
+        """Return the prompt: with the head of the answer added, or up to the end of the last message if the answer
+        continues that one.
+
+        A conversation that the template refuses is rendered again in the form that the strictest templates accept
+        (`in_turns`). Raises TemplateFailed, also for a rendering that would not end."""
         try:
             return self._render(messages, options)
         except TemplateFailed:
@@ -174,8 +184,8 @@ class ChatTemplate:
     def _render(self, messages: Sequence[ChatMessage], options: ChatOptions) -> str:
         if not options.continues:
             return self._written(messages, options, self.form)
-        # As transformers cuts: behind the content, and where the template trims that, before the white space at its
-        # end.
+        # Cut where transformers does: behind the content or, if the template trims that, before its trailing white
+        # space.
         (tag,) = unused_marks(1, texts_of(messages, options))
         last = messages[-1]._replace(content=f"{messages[-1].content}{tag} ")
         head, found, tail = self._written([*messages[:-1], last], options, self.form).rpartition(tag)
@@ -184,9 +194,10 @@ class ChatTemplate:
         return head if tail.startswith(" ") else head.rstrip()
 
     def _writes_tools(self) -> bool:
-        """Return whether a tool stands in what it writes: some know another word for them (SmolLM3), or look for them
-        in a message (Phi-4-mini). One that refuses whatever it is given may take other tools, and says itself what it
-        wants."""
+        """Return whether the template writes the tools that it is given: some know another name for tools (SmolLM3), or
+        look for them in a message (Phi-4-mini).
+
+        A template that refuses every probe may take other tools, and reports itself what it wants."""
         written, user = list[str](), ChatMessage("user", "?")
         for chat in ((ChatMessage("system", "!"), user), (user,)):
             with contextlib.suppress(TemplateFailed):
@@ -194,9 +205,10 @@ class ChatTemplate:
         return not written or any(_PROBED_TOOL in text for text in written)
 
     def _find_form(self) -> CallForm:
-        """Return the first form of calls in which the template writes one. Some write it only where the content is
-        none, or join its arguments to a text (DeepSeek V3, R1), and others write an empty content as a message of its
-        own: the shorter text has none of it."""
+        """Return the first form of calls in which the template writes a call.
+
+        Some templates write a call only if the content is None, or join its arguments to a text (DeepSeek V3, R1).
+        Others write an empty content as a message of its own; the shorter rendering has no such message."""
         for as_text in (False, True):
             forms = [CallForm(content, as_text) for content in ("", None)]
             written = {form: text for form in forms if (text := self._try_call(form))}
@@ -207,8 +219,7 @@ class ChatTemplate:
         return PLAIN_CALLS
 
     def _try_call(self, form: CallForm, content: str = "") -> str:
-        """Return a conversation with a call as the template writes it; nothing where the call is not in it as it was
-        made."""
+        """Return the rendering of a conversation with a call in this form, or "" if the call is not in it unchanged."""
         call = ChatToolCall("probe0000", "probe", {"argument": "of the probe"})
         chat = (
             ChatMessage("user", "?"),
@@ -218,7 +229,7 @@ class ChatTemplate:
         for options in (_PROBED, NO_OPTIONS):
             with contextlib.suppress(TemplateFailed):
                 text = self._written(chat, options, form)
-                # As Python writes an object, or as JSON within JSON.
+                # Written as a Python dict, or as JSON within JSON.
                 is_altered = "{'argument'" in text or '\\"argument' in text
                 if not is_altered and all(word in text for word in (call.name, *call.arguments.values())):
                     return text
@@ -249,8 +260,8 @@ class ChatTemplate:
 
 
 def in_turns(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
-    """Return a conversation with one system message, at its beginning (later ones are told as the user's), and none of
-    the user's behind another: those in a row are one."""
+    """Return the conversation in the form that the strictest templates accept: one system message, at the beginning,
+    and consecutive messages of the user joined. Later system messages become the user's."""
     behind = itertools.dropwhile(lambda message: message.role in _SYSTEM, messages)
     as_users = [each._replace(role="user") if each.role in _SYSTEM else each for each in behind]
     head = [each._replace(role="system") for each in messages[: len(messages) - len(as_users)]]
@@ -263,20 +274,20 @@ def in_turns(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
 
 
 def texts_of(messages: Sequence[ChatMessage], options: ChatOptions) -> list[str]:
-    """Return all that clients wrote."""
+    """Return all texts that the client wrote."""
     return Conversation(tuple(messages), options).words.texts
 
 
 def unused_marks(number: int, texts: Sequence[str], text: str = "") -> tuple[str, ...]:
-    """Return characters that occur nowhere: private ones, or, if a content has them all, of planes without an
-    alphabet. A mebibyte cannot hold those too."""
+    """Return characters that occur in none of the texts: private ones or, if a text has all of those, unassigned ones,
+    for which a mebibyte is too short."""
     used = set(text).union(*texts)
     unassigned = itertools.chain(range(0xE000, 0xF8FF), range(0x40000, 0xE0000))
     return tuple(itertools.islice((c for c in map(chr, unassigned) if c not in used), number))
 
 
 class _Generation(Extension):
-    """{% generation %} marks what an assistant wrote, for training; here it is its body."""
+    """The tag {% generation %}, which marks an assistant's text for training: only its body is rendered."""
 
     tags = {"generation"}
 
@@ -294,7 +305,7 @@ def _environment() -> TemplateSandbox:
 
 
 def _tojson(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False) -> str:
-    """Jinja's own escapes HTML."""
+    """Return a value as JSON, as transformers does: Jinja's own filter escapes HTML."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 

@@ -1,5 +1,5 @@
-"""Threads for work on long texts. A tenant has all but one at most, the next one is for the tenant that has fewest, and
-work that is cancelled before its thread begins is never done."""
+"""Threads for work on long texts. A tenant uses at most all threads but one, a free thread goes to the tenant that uses
+fewest, and work that is cancelled before it begins is never done."""
 
 import asyncio
 import os
@@ -11,27 +11,29 @@ from typing import TypeVar
 
 Result = TypeVar("Result")
 
-# Three at least: one tenant never has them all, and one long text of a tenant does not hold up its others.
+# At least three: one is left for other tenants, and a tenant's long text does not delay its other texts.
 NUM_THREADS = min(4, max(3, os.cpu_count() or 1))
-# Of constraints, each beside a process that has the vocabulary in memory.
+# Threads that check constraints, each with a process that holds the vocabulary in memory.
 NUM_CHECKS = min(4, max(2, os.cpu_count() or 1))
 
 
 class TextThreads:
-    """Belongs to the event loop. Waiting calls are counted by AdmissionControl, which bounds them."""
+    """A pool of threads that tenants share fairly. Belongs to the event loop. AdmissionControl bounds the waiting
+    calls."""
 
     def __init__(self, num_threads: int = NUM_THREADS, name: str = "text"):
-        """Raises RuntimeError where the system refuses a thread: all are started here, and no call fails of it
-        later."""
+        """Start all threads, so that no later call fails for want of one. Raises RuntimeError if the system refuses a
+        thread."""
         self._executor = ThreadPoolExecutor(num_threads, thread_name_prefix=name)
         self._start_threads(num_threads)
         self._num_idle, self._most_of_one = num_threads, max(1, num_threads - 1)
-        # Of tenants with work that waits: whose turn it is comes first.
+        # Waiting work by tenant; the tenant whose turn it is comes first.
         self._lines: dict[str, dict[asyncio.Future, Callable[[], object]]] = {}
         self._num_taken: Counter[str] = Counter()  # threads, by tenant
 
     async def run(self, tenant: str, work: Callable[[], Result]) -> Result:
-        """Return or raise what `work` does. After a call has gone, its thread stays taken until its work has ended."""
+        """Run `work` in a thread; return or raise what it does. If the call is cancelled, the thread stays in use until
+        the work has ended."""
         future = asyncio.get_running_loop().create_future()
         self._lines.setdefault(tenant, {})[future] = work
         self._begin()
@@ -44,7 +46,8 @@ class TextThreads:
         self._executor.shutdown(wait=False, cancel_futures=True)
 
     def _start_threads(self, num_threads: int) -> None:
-        """The executor starts a thread where none is idle: here each waits until the last one is there."""
+        """Start every thread. An executor starts a thread only if none is idle, so each one waits until all have
+        started."""
         all_here = threading.Barrier(num_threads + 1)
         try:
             for _ in range(num_threads):
@@ -62,19 +65,19 @@ class TextThreads:
             if work is None or future.cancelled():
                 continue
             if tenant in self._lines:
-                self._lines[tenant] = self._lines.pop(tenant)  # the turn is the others'
+                self._lines[tenant] = self._lines.pop(tenant)  # other tenants come first now
             self._num_idle -= 1
             self._num_taken[tenant] += 1
             running = asyncio.get_running_loop().run_in_executor(self._executor, work)
             running.add_done_callback(lambda ended, tenant=tenant, future=future: self._ended(tenant, future, ended))
 
     def _next(self) -> str | None:
-        """Return whose work is next: of the tenants with fewest threads the first."""
+        """Return the tenant whose work is next, the first of those that use fewest threads; None: no work may begin."""
         fewest = min(self._lines, key=lambda tenant: self._num_taken[tenant], default=None)
         return None if fewest is None or self._num_taken[fewest] >= self._most_of_one else fewest
 
     def _take(self, tenant: str, future: asyncio.Future) -> Callable[[], object] | None:
-        """Take work out of its line; None: it was taken before."""
+        """Remove waiting work and return it, or None if it was removed before."""
         line = self._lines.get(tenant, {})
         work = line.pop(future, None)
         if not line:
@@ -84,9 +87,9 @@ class TextThreads:
     def _ended(self, tenant: str, future: asyncio.Future, ended: asyncio.Future) -> None:
         self._num_idle += 1
         self._num_taken[tenant] -= 1
-        self._num_taken += Counter()  # those that have none are forgotten
+        self._num_taken += Counter()  # forgets tenants that use none
         if future.done():
-            ended.exception()  # its call has gone
+            ended.exception()  # the call was cancelled: nobody else takes the error
         elif error := ended.exception():
             future.set_exception(error)
         else:

@@ -1,5 +1,5 @@
-"""Work on text for calls: token ids of a prompt, text of token ids. It is bounded before it begins, and runs in a
-thread if it may take longer than a millisecond."""
+"""Turn prompts into token ids, and token ids into text. The work is bounded before it begins, and runs in a thread if
+it may take longer than a millisecond."""
 
 import asyncio
 import math
@@ -21,25 +21,25 @@ from gateway.text.templates import ChatOptions, ChatTemplate, Conversation, Temp
 from gateway.text.text_threads import NUM_CHECKS, TextThreads
 from gateway.text.tokenizer import CannotEncode, ControlTokenInContent, Tokenizer
 
-# Of characters, or of ids: what longer work costs is not the event loop's.
+# Characters or ids; longer work does not run in the event loop.
 _INLINE = 2048
 
 
 class TextWork:
-    """The work for one model. Belongs to the event loop."""
+    """The work on text for one model. Belongs to the event loop."""
 
     def __init__(
         self, tokenizer: Tokenizer, template: ChatTemplate | None, vocab_size: int, prompts_spell_controls: bool = False
     ):
-        """`vocab_size`: of the model, which may know fewer ids than its tokenizer. `prompts_spell_controls`: control
-        tokens in the text of a prompt are these."""
+        """Work for a model of `vocab_size` ids, which may be fewer than its tokenizer's. `prompts_spell_controls`: text
+        of a prompt that spells a control token becomes that token."""
         self.detokenizer = Detokenizer(tokenizer)
         self._prompts_spell_controls = prompts_spell_controls
         self._tokenizer, self._template, self._vocab_size = tokenizer, template, vocab_size
         self._infilling = find_infilling(tokenizer)
         self._constraints = ConstraintChecks(tokenizer.json, vocab_size)
         self._threads = TextThreads()
-        # Of their own: a check waits for a process, for seconds at worst, and prompts do not wait with it.
+        # Separate threads: a check waits seconds for its process at worst, and prompts do not wait behind it.
         self._checks = TextThreads(NUM_CHECKS, "constraints")
         self._starting: asyncio.Future | None = None  # the first process that checks constraints
 
@@ -51,8 +51,8 @@ class TextWork:
         deadline: float = math.inf,
         is_data: bool = False,
     ) -> Sequence[int]:
-        """Return the token ids of a prompt, in little memory. `is_data`: the text is no prompt, and spells no control
-        tokens in any case. Raises InvalidRequest, at once for a prompt that could never fit; DeadlineExceeded."""
+        """Return the token ids of a prompt, in little memory. `is_data`: the text is data, which never spells control
+        tokens. Raises InvalidRequest, before any work if the prompt could never fit, and DeadlineExceeded."""
         text, token_ids, messages = prompt
         if token_ids is not None:
             return token_ids
@@ -70,14 +70,14 @@ class TextWork:
 
     @property
     def infilling_ends(self) -> frozenset[int]:
-        """Return the tokens that end an answer between two texts."""
+        """The tokens that end an answer between two texts."""
         return self._infilling.end_ids if self._infilling else frozenset()
 
     async def infill(
         self, prefix: str, suffix: str, context: int, tenant: str = DEFAULT_TENANT, deadline: float = math.inf
     ) -> Sequence[int]:
-        """Return the token ids of a prompt that asks for what stands between two texts. Raises InvalidRequest, also for
-        a model that is not asked so; DeadlineExceeded."""
+        """Return the token ids of a prompt that asks for the text between two others. Raises InvalidRequest, also if
+        the model has no tokens for that, and DeadlineExceeded."""
         if (infilling := self._infilling) is None:
             message = "this model's tokenizer has no control tokens for it, such as <|fim_prefix|>: send the text before alone"
             raise InvalidRequest("suffix", message)
@@ -87,13 +87,13 @@ class TextWork:
         return work() if num_chars <= _INLINE else await self._in_thread(work, tenant, deadline)
 
     def control_ids(self, *names: str) -> frozenset[int]:
-        """Return the ids of those of these control tokens that tokenizer and model have."""
+        """Return the ids of the named control tokens that both tokenizer and model have."""
         known = self._tokenizer.control_ids
         return frozenset(known[name] for name in names if known.get(name, self._vocab_size) < self._vocab_size)
 
     def label_ids(self, labels: Sequence[str]) -> list[int]:
-        """Return the tokens by which a model that is asked in a conversation answers with one word. Raises
-        FailedPrecondition for a model without them, or without a chat template."""
+        """Return the token id of each label, which is a whole answer in a conversation. Raises FailedPrecondition if a
+        label is not a single token, or the model has no chat template."""
         if self._template is None:
             raise FailedPrecondition("this model has no chat template, by which it could be asked for scores")
         ids = [self._tokenizer.only_token(label) for label in labels]
@@ -103,7 +103,7 @@ class TextWork:
 
     @property
     def own_ids(self) -> tuple[list[int], list[int]]:
-        """Return the special tokens that stand before a text, and behind it."""
+        """The special tokens that the tokenizer puts before a text, and behind it."""
         return self._tokenizer.own_ids
 
     async def decode(self, token_ids: Sequence[int], tenant: str, deadline: float) -> str:
@@ -114,9 +114,9 @@ class TextWork:
     async def check_constraint(
         self, constraint: Constraint, tenant: str, deadline: float, field: str | None = None
     ) -> Constraint:
-        """Return the constraint as workers take it: a grammar in Lark. Raises InvalidRequest for one that no answer can
-        be kept to within bounds; Unavailable, DeadlineExceeded. `field`: of the request that it comes from, if not its
-        own."""
+        """Return the constraint as workers take it, with a grammar in Lark, after checking it. `field`: the request's
+        field to name in errors, if not the constraint's own. Raises InvalidRequest if no answer can be held to it
+        within bounds, Unavailable and DeadlineExceeded."""
         try:
             if constraint.kind == "grammar" and "::=" in constraint.text:
                 lark = await self._in_thread(partial(in_lark, constraint.text), tenant, deadline)
@@ -133,8 +133,8 @@ class TextWork:
         return constraint
 
     def expect_constraints(self) -> None:
-        """Start a process that checks constraints, if none was started: that takes seconds with a large vocabulary,
-        which the first constraint need not wait for. Others start with those that come meanwhile."""
+        """Start a process that checks constraints, if none was started yet. That takes seconds with a large vocabulary;
+        the first constraint then need not wait for it. Further processes start with constraints that come meanwhile."""
         if self._starting is None:
             self._starting = asyncio.ensure_future(self._checks.run(DEFAULT_TENANT, self._constraints.start))
 
@@ -152,7 +152,7 @@ class TextWork:
             raise DeadlineExceeded("the deadline passed while the text waited or was processed") from None
 
     def _check_length(self, field: str, num_chars: int, context: int) -> None:
-        """Raises InvalidRequest for a text that could not fit: a mebibyte of text costs seconds to tokenize."""
+        """Raise InvalidRequest for a text that could never fit: tokenizing a mebibyte takes seconds."""
         if not self._tokenizer.can_fit(num_chars, context):
             message = (
                 f"prompt is too long: {num_chars} characters cannot fit {context} tokens, the maximum context length"
@@ -185,7 +185,7 @@ class TextWork:
         return array("I", token_ids)
 
     def _check_options(self, conversation: Conversation, template: ChatTemplate) -> None:
-        """Raises InvalidRequest for what the template could not be given, or would leave out."""
+        """Raise InvalidRequest for options that the template would leave out, or variables that it already has."""
         options = conversation.options
         if not template.takes_tool_calls and any(message.tool_calls for message in conversation.messages):
             raise InvalidRequest("messages.messages", "this model's chat template has no place for tool_calls")
@@ -195,16 +195,17 @@ class TextWork:
             raise InvalidRequest("messages.chat_template_kwargs", f"{taken} is given to every template already")
 
     def _check_tools(self, options: ChatOptions, prompt: str) -> None:
-        """Raises InvalidRequest where the template writes no tools, and those that may be called came into the prompt
-        by no other way either: by variables of the client's (xml_tools of SmolLM3), or in a message."""
+        """Raise InvalidRequest if the prompt names none of the callable tools: the template writes no tools, and the
+        client put them neither into template variables (xml_tools of SmolLM3) nor into a message."""
         names = options.callable_tools
         if names and not self._template.of(options).takes_tools and not any(name in prompt for name in names):
             message = "this model's chat template has no place for tools: write them in a message too, or into the"
             raise InvalidRequest("messages.tools", f"{message} chat_template_kwargs that it reads, such as xml_tools")
 
     def _render(self, conversation: Conversation, words: Words) -> Rendered:
-        """Render a conversation. Where no text of it can spell a control token, all are the template's. Raises
-        ControlTokenInContent for a key that can: a template asks for keys, so they carry no marks."""
+        """Render a conversation and find the control tokens that the template wrote: all of them if no text of the
+        client can spell one. Raises ControlTokenInContent if a key can: templates look keys up, so keys carry no
+        marks."""
         messages, options = conversation
         tokenizer, (texts, keys), template = self._tokenizer, words, self._template.of(options)
         if any(map(tokenizer.may_spell_control, keys)):

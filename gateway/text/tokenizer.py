@@ -1,5 +1,5 @@
-"""Turn text into token ids as transformers does, except that what users write becomes a control token only where that
-is asked for."""
+"""Turn text into token ids as transformers does, except that a client's text becomes a control token only if the caller
+asks for that."""
 
 import json
 import math
@@ -19,41 +19,41 @@ from baton.service.settings import SettingsError
 from gateway.text.control_tokens import ControlTokens, Match
 from gateway.text.origins import Rendered
 
-# A text is encoded by the thread that asks for it: no other has been counted as its tenant's.
+# The calling thread alone encodes a text: TextThreads has counted no other as the tenant's.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 _PARTS = ("normalizer", "pre_tokenizer", "post_processor", "decoder")
 _FLAGS = ("single_word", "lstrip", "rstrip", "normalized")
-# Steps that take no character away, and what those may take that write several as one: four letters at most.
+# Steps that remove no characters, and steps that compose several into one, four at most.
 _KEEPING, _COMPOSING = ("ByteLevel", "Metaspace", "Digits", "Prepend", "NFD", "NFKD", "Lowercase"), ("NFC", "NFKC")
 _MOST_COMPOSED = 4
-# What Gemma's vocabulary has as words of its texts, but for <s> and </s>, which are BOS and EOS elsewhere.
+# Tags that are ordinary words in Gemma's vocabulary, without <s> and </s>, which are BOS and EOS elsewhere.
 _HTML = re.compile(r"</?(table|caption|thead|tbody|tfoot|tr|th|td|h[1-6]|blockquote|strong|em|b|i|u|sub|sup|code)>")
-_BEFORE = "☺"  # that joins nothing behind it; as makers of SentencePiece models have it
+_BEFORE = "☺"  # never joins the text behind it; makers of SentencePiece models use it too
 
 
 class CannotEncode(Exception):
-    """The tokenizer fails on a text; the message is its own words, one line."""
+    """The tokenizer fails on a text; the message is the tokenizer's own, on one line."""
 
 
 class ControlTokenInContent(Exception):
-    """The template moves content so that its control tokens cannot be distinguished from the template's."""
+    """The template moves content such that control tokens in it cannot be told from the template's."""
 
 
 class Tokenizer:
-    """One tokenizer.json. Immutable after the start, so threads may share it; the library holds no lock of Python's
-    while it encodes.
+    """The tokenizer of one tokenizer.json. Immutable after the start, so threads may share it; the library releases
+    Python's lock while it encodes.
 
-    A control token is one that the file calls special, or an added one that is written like a tag: <...> or [...], but
-    for HTML.
+    A control token is one that the file calls special, or an added token written like a tag, <...> or [...], but not an
+    HTML tag.
     """
 
     def __init__(
         self, tokenizer_json: bytes, name: str = "tokenizer.json", begin: str | None = None, end: str | None = None
     ):
-        """`begin`, `end`: tokens that stand around a text, also where the file puts none there (DeepSeek's says so in
-        tokenizer_config.json alone). Raises SettingsError when the file is not a tokenizer, or one of a kind that is
-        not known."""
+        """Read a tokenizer. `begin`, `end`: tokens to put around a text even if the file does not (DeepSeek names its
+        own in tokenizer_config.json alone). Raises SettingsError if the file is no tokenizer, or one of an unknown
+        kind."""
         self.json = tokenizer_json
         self._normal = _load(tokenizer_json, name)
         vocabulary = self._normal.get_vocab()
@@ -64,7 +64,7 @@ class Tokenizer:
         self.added = {token["id"]: token for token in content.get("added_tokens") or ()}
         self._controls = {token["content"]: token for token in self.added.values() if _is_control(token)}
         self.controls = ControlTokens(self._controls)
-        # `_behind`: the same of what stands behind a control token.
+        # `_plain` finds no control tokens; `_behind` neither, and is for text that follows a control token.
         self._plain = self._behind = _without_control(self._normal, content.get("added_tokens") or [])
         if (own := content.get("pre_tokenizer")) != (behind := _without_first(own)):
             self._behind = _without_control(self._normal, content.get("added_tokens") or [])
@@ -77,12 +77,12 @@ class Tokenizer:
 
     @property
     def special_ids(self) -> frozenset[int]:
-        """Ids that have no text."""
+        """The ids of special tokens, which have no text."""
         return frozenset(token_id for token_id, token in self.added.items() if token.get("special"))
 
     @property
     def control_ids(self) -> dict[str, int]:
-        """Return the ids of control tokens by what they are written as."""
+        """The ids of control tokens by their text."""
         return {content: token["id"] for content, token in self._controls.items()}
 
     @property
@@ -90,26 +90,26 @@ class Tokenizer:
         return self._normal
 
     def encode_text(self, text: str, spells_controls: bool = False) -> list[int]:
-        """Return the token ids of a user's text, with the tokenizer's own special tokens (BOS) added.
-        `spells_controls`: control tokens in it are these. Raises CannotEncode."""
+        """Return the token ids of a client's text, with the tokenizer's own special tokens (BOS) around it.
+        `spells_controls`: text that spells a control token becomes that token. Raises CannotEncode."""
         tokenizer = self._plain if not spells_controls and self._spelled(text) else self._normal
         return _encode(tokenizer, [text], add_special_tokens=True)[0].ids
 
     @property
     def own_ids(self) -> tuple[list[int], list[int]]:
-        """Return the tokenizer's own special tokens before a text, and behind it."""
+        """The special tokens that the tokenizer puts before a text, and behind it."""
         return _around(self._plain)
 
     def encode_plain(self, text: str, continues: bool = False) -> list[int]:
-        """Return the token ids of a user's text alone, none of which is a control token. `continues`: it goes on with
-        another text, so that its first word gets no space that it has not. Raises CannotEncode."""
+        """Return the token ids of a client's text, none of which is a special or control token. `continues`: the text
+        continues another one, so its first word gets no extra space. Raises CannotEncode."""
         if not continues or self.is_byte_level:
             return _encode(self._plain, [text])[0].ids
         before, both = (each.ids for each in _encode(self._plain, [_BEFORE, _BEFORE + text]))
         return both[len(before) :]
 
     def only_token(self, text: str) -> int | None:
-        """Return the id that is the whole of a text; None where it has more."""
+        """Return the single token id that a text encodes to, or None if there is not just one."""
         ids = self.encode_plain(text)
         return ids[0] if len(ids) == 1 else None
 
@@ -123,16 +123,16 @@ class Tokenizer:
         return self._encode_around(text, of_template)
 
     def can_fit(self, num_chars: int, num_tokens: int) -> bool:
-        """Return whether a text of `num_chars` characters could have as few tokens as `num_tokens`, without encoding
+        """Return whether a text of `num_chars` characters could have at most `num_tokens` tokens, without encoding
         it."""
         return num_chars <= num_tokens * self._chars_per_token
 
     def may_spell_control(self, text: str) -> bool:
-        """Return whether `text` spells a control token, or could do so together with what follows it."""
+        """Return whether `text` may spell a control token, alone or together with the text that follows it."""
         return self.controls.may_begin_in(text)
 
     def _spelled(self, text: str) -> Counter[str]:
-        """Return the control tokens that the library might find in `text`, and how often."""
+        """Return how often the library might find each control token in `text`."""
         found = Counter(text[begin:end] for begin, end in self.controls.find(text))
         if self._normalizes and self._normalizer:
             normalized = self._normalizer.normalize_str(text)
@@ -155,8 +155,11 @@ class Tokenizer:
 
 
 def _encode(tokenizer: tokenizers.Tokenizer, texts: list[str], add_special_tokens: bool = False) -> list:
-    """`encode` of one text would hold Python's lock all the while (2 MB on a busy machine: 4.6 s). An expression that
-    backtracks for too long is a panic of the library's, which is no Exception."""
+    """Encode texts. A batch, since `encode` of one text would hold Python's lock all the while (2 MB on a busy machine:
+    4.6 s).
+
+    Raises CannotEncode, also when a regular expression backtracks for too long: then the library panics, which is no
+    Exception."""
     try:
         return tokenizer.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
     except BaseException as error:
@@ -181,8 +184,8 @@ def _load(tokenizer_json: bytes, name: str) -> tokenizers.Tokenizer:
 
 
 def _put_around(tokenizer: tokenizers.Tokenizer, begin: str | None, end: str | None) -> None:
-    """Have the tokens put around a text, beside those that are put there already; none that is there, or that the
-    vocabulary has not."""
+    """Have the tokenizer put `begin` and `end` around each text, beside its own special tokens. A token that is there
+    already, or is not in the vocabulary, is not added."""
     first, last = (None if token is None else tokenizer.token_to_id(token) for token in (begin, end))
     if first is None and last is None:
         return
@@ -199,14 +202,14 @@ def _put_around(tokenizer: tokenizers.Tokenizer, begin: str | None, end: str | N
 
 
 def _around(tokenizer: tokenizers.Tokenizer) -> tuple[list[int], list[int]]:
-    """Return the special tokens that are put before a text, and behind it."""
+    """Return the special tokens that a tokenizer puts before a text, and behind it."""
     text, whole = (tokenizer.encode("a", add_special_tokens=around).ids for around in (False, True))
     at = next((at for at in range(len(whole)) if whole[at : at + len(text)] == text), 0)
     return whole[:at], whole[at + len(text) :]
 
 
 def _without_control(tokenizer: tokenizers.Tokenizer, added_tokens: list[dict]) -> tokenizers.Tokenizer:
-    """The same vocabulary, which both then share, and no eye for control tokens."""
+    """Return a tokenizer that shares the same vocabulary and finds no control tokens."""
     plain = tokenizers.Tokenizer(tokenizer.model)
     for part in _PARTS:
         setattr(plain, part, getattr(tokenizer, part))
@@ -216,7 +219,7 @@ def _without_control(tokenizer: tokenizers.Tokenizer, added_tokens: list[dict]) 
 
 
 def _without_first(part: Any) -> Any:
-    """Return a pre-tokenizer as it is for what does not stand first in a text, where some vocabularies put a space."""
+    """Return a pre-tokenizer for text that does not begin a prompt: it puts no space before the first word."""
     if isinstance(part, dict):
         kept = {key: _without_first(value) for key, value in part.items()}
         return kept | ({"prepend_scheme": "never"} if part.get("prepend_scheme") == "first" else {})
@@ -242,8 +245,10 @@ def _is_control(token: dict) -> bool:
 
 
 def _most_chars_per_token(content: dict, vocabulary: dict[str, int]) -> float:
-    """Infinite if one token may mean any number of characters: one for all that is unknown, one that swallows
-    the white space beside it, a step that takes characters away."""
+    """Return the most characters that one token can stand for.
+
+    That is infinite if a token stands for any unknown text or swallows the white space beside it, or if a step removes
+    characters."""
     model, steps = content["model"], [*_steps(content.get("normalizer")), *_steps(content.get("pre_tokenizer"))]
     swallows = any(token.get("lstrip") or token.get("rstrip") for token in content.get("added_tokens") or ())
     kinds = {step["type"] for step in steps}
@@ -255,8 +260,8 @@ def _most_chars_per_token(content: dict, vocabulary: dict[str, int]) -> float:
 
 
 def _is_byte_level(decoder_steps: Sequence[str], name: str) -> bool:
-    """Return whether the bytes of a text are those of its tokens, joined. Raises SettingsError where what else is done
-    to them is not known here, or depends on where in the text they stand."""
+    """Return whether the bytes of a text are its tokens' bytes, joined. Raises SettingsError for a decoder that changes
+    these in an unknown way, or by their position in the text."""
     if "BPEDecoder" in decoder_steps:
         raise SettingsError(f"{name}: its decoder is BPEDecoder, which is not served")
     if "ByteLevel" not in decoder_steps:
@@ -268,15 +273,16 @@ def _is_byte_level(decoder_steps: Sequence[str], name: str) -> bool:
 
 
 def _steps(part: dict | None) -> list[dict]:
-    """A normalizer, pre-tokenizer or decoder, or what its sequence is made of."""
+    """Return the steps of a normalizer, pre-tokenizer or decoder: the parts of a sequence, or itself."""
     if part is None:
         return []
     inner = part.get("normalizers") or part.get("pretokenizers") or part.get("decoders")
-    # The library takes some without a type, or of a type that is no text.
+    # The library accepts steps without a type, or with one that is no string.
     return [step for each in inner for step in _steps(each)] if inner else [{**part, "type": str(part.get("type"))}]
 
 
 def _keeps(step: dict) -> bool:
+    """Return whether a step removes no characters."""
     if step["type"] == "Replace":
         return "String" in step["pattern"] and len(step["content"]) >= len(step["pattern"]["String"])
     if step["type"] == "Split":
