@@ -1,1 +1,1 @@
-"""One request as data: checked, in the words of workers, with its stamps and its record."""
+"""One request as data: checked, as messages for workers, with its stamps and its record."""

@@ -1,4 +1,4 @@
-"""How long an answer may get, once the length of its prompt is known."""
+"""Find how long an answer may get, once the length of its prompt is known."""
 
 from typing import NoReturn
 
@@ -6,11 +6,11 @@ from baton.service.errors import ContextLengthExceeded, InvalidRequest
 from gateway.config.served_model import ServedModel
 from gateway.request.validation import ValidatedRequest, refuse_length
 
-USUAL_TOKENS = 256  # of an answer of which nobody has said how long it may get
+USUAL_TOKENS = 256  # of an answer whose length nobody has limited
 
 
 def resolve_max_tokens(validated: ValidatedRequest, num_prompt_tokens: int, served: ServedModel) -> int:
-    """Return max_tokens, once the prompt's length is known. Raises InvalidRequest."""
+    """Return max_tokens of a request whose prompt has `num_prompt_tokens`. Raises InvalidRequest."""
     room, max_tokens = room_behind(validated, num_prompt_tokens, served), validated.max_tokens
     if max_tokens is None:
         max_tokens = _default_max_tokens(validated, num_prompt_tokens, room, served)
@@ -34,9 +34,10 @@ def resolve_max_tokens(validated: ValidatedRequest, num_prompt_tokens: int, serv
 
 
 def _default_max_tokens(validated: ValidatedRequest, num_prompt_tokens: int, room: int, served: ServedModel) -> int:
-    """Return max_tokens of a request that names none: the model's own, or all that the context leaves. Where decode
-    workers hold unlike lengths, it is what the shortest one leaves that has room for a usual answer: the others would
-    stand idle for what most answers never need. Nobody waits for a longer one who has not asked for that."""
+    """Return max_tokens of a request that names none: the model's own default, or what the context leaves.
+
+    If decode workers hold contexts of different lengths, only the shortest one that has room for a usual answer counts:
+    otherwise its workers would stand idle, and requests wait for longer ones, for what most answers never need."""
     limits, of_model = served.limits, served.defaults.max_tokens
     asked = max(1, validated.min_tokens, *validated.resume_from)
     if (known := max(served.lengths, default=served.context) - num_prompt_tokens) >= asked:
@@ -53,14 +54,14 @@ def _default_max_tokens(validated: ValidatedRequest, num_prompt_tokens: int, roo
 
 
 def _numbers_a_token(validated: ValidatedRequest) -> int:
-    """Return what a token of the answer counts where log-probabilities are asked for: as each of them, and as one
-    itself."""
+    """Return how many numbers each token of the answer makes if log-probabilities are asked for: the token itself
+    counts as one more, without them it is 0."""
     return validated.num_logprobs and validated.num_logprobs + 1
 
 
 def room_behind(validated: ValidatedRequest, num_prompt_tokens: int, served: ServedModel) -> int:
-    """Return how many tokens the context has behind a prompt. Raises InvalidRequest where there is none, or no
-    prompt."""
+    """Return how many tokens the context has left behind a prompt. Raises InvalidRequest if there are none, or if the
+    prompt is empty."""
     room = served.context - num_prompt_tokens
     if num_prompt_tokens == 0:
         _refuse(validated.prompt.field, "is an empty prompt")

@@ -1,9 +1,9 @@
-"""What the time of one request was spent waiting for: each of its phases is divided among the words of
+"""Find what one request spent its time waiting for: each of its phases is divided among the words of
 baton.service.observe.bottleneck without a rest.
 
-Waiting for room comes first, in lines here and on workers, as it was seen there. What is left of a phase in a worker is
-a share of waiting for a core, as that worker says, and what the phase is there for. What passes between processes is
-divided as the delays are that were measured meanwhile: this event loop's, for want of a core or for its own work, and
+Waiting for room comes first: in this gateway's queues and on workers, as each measured it. What is left of a phase on a
+worker is divided into waiting for a core, by the share that the worker reports, and the phase's own work. Time between
+processes is divided like the delays measured meanwhile: this event loop's, for want of a core or for its own work, and
 the network's.
 """
 
@@ -11,7 +11,7 @@ from collections import defaultdict
 
 from gateway.request.timing import Measured, Stamps, breakdown
 
-# The phases in which a request stands in a line of this gateway; in `decode` one that has moved.
+# The phases in which a request waits in a queue of this gateway; in `decode` it has moved to another worker.
 _IN_LINE = {
     "decode queue": ("route", "admit", "decode"),
     "prefill queue": ("prefill_queue", "decode"),
@@ -20,15 +20,15 @@ _IN_LINE = {
 
 
 class _Attribution(defaultdict[str, float]):
-    """Seconds by bottleneck, taken out of those by phase."""
+    """Seconds by bottleneck, moved here from the seconds by phase, `spent_s`."""
 
     def __init__(self, spent_s: dict[str, float]):
         super().__init__(float)
         self.spent_s = defaultdict[str, float](float, spent_s)
 
     def take(self, bottleneck: str, phases: tuple[str, ...], most_s: float = float("inf")) -> None:
-        """Give a bottleneck up to `most_s` of these phases, in their order."""
-        most_s = max(0.0, most_s)  # in this order: what is no number counts for nothing
+        """Move up to `most_s` seconds of these phases, in their order, to a bottleneck."""
+        most_s = max(0.0, most_s)  # in this order: NaN counts as 0
         for phase in phases:
             taken_s = min(most_s, self.spent_s[phase])
             self[bottleneck] += taken_s
@@ -36,13 +36,14 @@ class _Attribution(defaultdict[str, float]):
             most_s -= taken_s
 
     def take_work(self, bottleneck: str, phases: tuple[str, ...], core_wait: float) -> None:
-        """Give a bottleneck all of these phases but the share in which the worker waited for a core."""
+        """Move all of these phases to a bottleneck, except `core_wait`, the share in which the worker waited for a
+        core."""
         self.take("cores", phases, core_wait * sum(self.spent_s[phase] for phase in phases))
         self.take(bottleneck, phases)
 
 
 def seconds_by_bottleneck(stamps: Stamps, measured: Measured) -> dict[str, float]:
-    """Return seconds by bottleneck; they sum to the phases of `breakdown`."""
+    """Return seconds by bottleneck; their sum is that of the phases of `breakdown`."""
     found, waits = _Attribution(breakdown(stamps, measured)), measured.decode.waits
     for bottleneck, waited_s in measured.in_line_s.items():
         found.take(bottleneck, _IN_LINE[bottleneck], waited_s)
@@ -61,14 +62,14 @@ def seconds_by_bottleneck(stamps: Stamps, measured: Measured) -> dict[str, float
 
 
 def _attribute_delivery(found: _Attribution, measured: Measured) -> None:
-    """Divide what passed between processes and in this one. Of `decode`, that is all beyond the worker's own time."""
+    """Divide the time between processes and in this one. Of `decode`, that is what exceeds the worker's own time."""
     decode, spent = measured.decode, found.spent_s
-    own_s = max(0.0, decode.decode_s - decode.first_step_s)  # of the worker, after its first step
+    own_s = max(0.0, decode.decode_s - decode.first_step_s)  # on the worker, after its first step
     late_s = max(0.0, spent["decode"] - own_s) if decode.decode_s else 0.0
     unread_s = min(measured.unread_s, spent["decode"] + spent["second_delivery"])
     found["client"] += unread_s
     between_s = spent["admit"] + spent["first_delivery"] + spent["second_delivery"] + late_s - unread_s
-    if between_s < 0:  # the worker paused too, until its tokens were read
+    if between_s < 0:  # the worker paused too while its tokens were not read
         spent["decode"] += between_s
         between_s = 0.0
     spent["decode"] -= late_s

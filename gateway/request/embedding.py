@@ -11,8 +11,8 @@ from gateway.request.validation import ValidatedRequest, check_model, check_size
 def check_embed(
     request: pb.EmbedRequest, served: ServedModel, hidden_size: int, tenant: str, max_priority: int, request_id: str
 ) -> PromptBatch:
-    """Return the prompts, and what is wanted of each. `hidden_size`: of the model; 0: not known. Raises InvalidRequest,
-    NotFound."""
+    """Return the validated prompts and their pooling. `hidden_size`: the model's, or 0 if it is not known. Raises
+    InvalidRequest, NotFound."""
     check_size(request, "inputs")
     check_model(request.model, served)
     num_inputs, most = len(request.inputs), served.limits.inputs

@@ -1,5 +1,5 @@
-"""Messages of a conversation and the tools in it, checked: roles, order, arguments. Raises InvalidRequest that names
-the field."""
+"""Check the messages of a conversation and its tools: roles, order, arguments. Raises InvalidRequest that names the
+field."""
 
 import json
 import re
@@ -12,21 +12,21 @@ from gateway.config.served_model import PRESETS, RequestLimits
 from gateway.text.templates import ChatMessage, ChatOptions, ChatToolCall, Conversation, JsonObject
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
-THINKING = ("enable_thinking", "thinking")  # variables by which templates let a model reason, or not
+THINKING = ("enable_thinking", "thinking")  # template variables that turn a model's reasoning on or off
 WITHOUT_THINKING = json.dumps(dict.fromkeys(THINKING, False))
 MAX_MESSAGES = max(limits.messages for limits in PRESETS.values())
 MAX_TOOLS = 128
-MAX_CALLS = 128  # of one message
-MAX_KWARGS_BYTES = 64 << 10  # of template variables, which are no part of the prompt that is bounded and paid
-MAX_DEPTH = 64  # of arguments, parameters and template variables: what walks them does so by recursion
+MAX_CALLS = 128  # in one message
+MAX_KWARGS_BYTES = 64 << 10  # of template variables, which do not count as part of the prompt
+MAX_DEPTH = 64  # of arguments, parameters and template variables, which are walked by recursion
 NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")
 _HALF_PAIR = re.compile("[\ud800-\udfff]")
-_PAIR_ESCAPE = re.compile(r"\\u[dD][89a-fA-F]")  # of half a pair; JSON is read from text, which has none by itself
+_PAIR_ESCAPE = re.compile(r"\\u[dD][89a-fA-F]")  # half of a pair, which text has only as an escape
 _WHERE = "messages.messages"
 
 
 def check_conversation(request: pb.Messages, limits: RequestLimits) -> Conversation:
-    """Return the messages and what belongs to them. Raises InvalidRequest."""
+    """Return the checked messages and their options. Raises InvalidRequest."""
     given = request.messages
     if not given:
         _refuse(_WHERE, "is empty")
@@ -66,7 +66,7 @@ def _choice(request: pb.Messages, names: list[str]) -> tuple[tuple[str, ...], bo
 
 
 def _message(where: str, message: pb.Message, called: set[str]) -> ChatMessage:
-    """`called`: ids of the calls in earlier messages; those of this one are added."""
+    """Return one checked message. `called`: ids of the calls in earlier messages; this message's ids are added."""
     role = message.role
     if role not in ROLES:
         _refuse(f"{where}.role", f"{'is unknown' if role else 'is empty'}: one of {', '.join(ROLES)}")
@@ -93,7 +93,7 @@ def _content(where: str, message: pb.Message) -> str:
 def _calls(where: str, calls: Sequence[pb.ToolCall], called: set[str]) -> tuple[ChatToolCall, ...]:
     if len(calls) > MAX_CALLS:
         _refuse(where, f"has {len(calls)} calls, at most {MAX_CALLS} are allowed")
-    found, ids = [], set[str]()  # a later message may use an id again: its results come behind it
+    found, ids = [], set[str]()  # a later message may use an id again: its results follow it
     for index, call in enumerate(calls):
         here = f"{where}[{index}]"
         if not call.name:
@@ -133,9 +133,10 @@ def _check_name(where: str, name: str) -> None:
 
 
 def _object(where: str, text: str, is_models: bool = False) -> JsonObject:
-    """Return the JSON object in `text`; none where it is empty. `is_models`: a model wrote it, so that none is what is
-    no JSON too, as a call in which an answer ended (templates that take the arguments apart would fail on a text), and
-    half of a surrogate pair is U+FFFD."""
+    """Return the JSON object in `text`, which is {} if `text` is empty. Raises InvalidRequest.
+
+    `is_models`: a model wrote it. Then text that is no JSON is {} too, such as a call in which an answer ended, because
+    templates that walk the arguments would fail on a text; and half of a surrogate pair becomes U+FFFD."""
     if not text:
         return {}
     try:

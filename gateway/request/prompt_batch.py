@@ -1,4 +1,4 @@
-"""Prompts of one call that are read and not answered."""
+"""The prompts of one call that are read and not answered."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -9,17 +9,18 @@ from gateway.request.validation import ValidatedRequest
 
 
 class PromptBatch(NamedTuple):
-    """One prompt or more, and what is wanted of each. `place_of(index, field)`: the call's word for a field of one."""
+    """The prompts of a call and the pooling of each. `place_of(index, field)` names a prompt's field as the call
+    does."""
 
     prompts: list[ValidatedRequest]
     pooling: worker_pb2.PoolingSpec
     place_of: Callable[[int, str], str]
 
     def error_of(self, index: int, error: InvalidRequest) -> InvalidRequest:
-        """Return an error of one prompt as that of the call."""
+        """Return the error of one prompt as an error of the call, which names the call's field."""
         return in_place(error, self.place_of(index, error.field or ""))
 
 
 def in_place(error: InvalidRequest, place: str) -> InvalidRequest:
-    """Return the same error of another field."""
+    """Return the same error for another field."""
     return type(error)(place, error.message.removeprefix(f"{error.field}: "))

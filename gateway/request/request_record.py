@@ -1,5 +1,5 @@
-"""All that is known of one request, for its spans, metrics and log line: filled in as it proceeds, and complete or not
-when it ends."""
+"""All that is known of one request, for its spans, metrics and log line. It is filled in as the request proceeds, and
+may be incomplete when the request ends."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -15,11 +15,11 @@ from gateway.request.validation import ValidatedRequest
 from gateway.routing.routing import Decision, RoutingRequest
 
 _WITHOUT_TOKENS = frozenset(("embeddings", "rerank"))  # operations that read prompts and answer none
-_MAX_RETRIES = 32  # that are remembered: a request may wait long in front of full workers
+_MAX_RETRIES = 32  # that are kept: a request may wait for full workers for long
 
 
 class Retry(NamedTuple):
-    """A worker had no room: the request asked the next one, or waited."""
+    """A refusal by a worker without room, after which the request asked another one or waited."""
 
     at: float
     worker: str
@@ -28,11 +28,11 @@ class Retry(NamedTuple):
 
 
 class Failure(NamedTuple):
-    """An attempt that ended on a worker. If another followed, the request moved."""
+    """The failure of an attempt on a worker. If another attempt followed, the request moved."""
 
     phase: RequestState
-    is_prefill: bool  # its prefill leg ended it
-    begun_at: float  # the phase
+    is_prefill: bool  # its prefill leg failed
+    begun_at: float  # when the phase began
     at: float
     worker: str
     reason: str
@@ -49,7 +49,7 @@ class RequestRecord:
     stamps: Stamps
     model: str
     operation: str  # chat | text_completion | embeddings | rerank
-    tenant: str = DEFAULT_TENANT  # of the credential, never of the message
+    tenant: str = DEFAULT_TENANT  # from the credential, never from the message
     request_id: str = ""
     validated: ValidatedRequest | None = None
     names_deadline: bool = True
@@ -63,28 +63,27 @@ class RequestRecord:
     num_longest_output: int = 0  # of the longest choice
     finish_reasons: Sequence[str] = ()
     decision: Decision | None = None
-    source: str | None = None  # the worker that gave a prefix to the one that read the prompt
+    source: str | None = None  # the worker from which the one that read the prompt pulled a prefix
     num_attempts: int = 0
-    num_paid_tokens: int = 0  # of prompt and answer, by an earlier stream whose sequence a worker still had
-    num_attached: int = 0  # times that it continued a sequence whose stream was lost
-    num_reused_tokens: int = 0  # by later attempts, of what other workers still held
+    num_paid_tokens: int = 0  # of prompt and answer, counted by an earlier stream whose sequence a worker still had
+    num_attached: int = 0  # how often it continued a sequence whose stream was lost
+    num_reused_tokens: int = 0  # by later attempts, from what other workers still held
     num_recomputed_tokens: int = 0
-    batch_size: int = 0  # sequences on the decode worker when this one joined them, as it last said
+    batch_size: int = 0  # sequences on the decode worker when this one joined, as the worker last reported
     retries: tuple[Retry, ...] = ()
     failures: tuple[Failure, ...] = ()
-    phase: RequestState | None = None  # the last that it reached; None: its prompt is not tokenized yet
+    phase: RequestState | None = None  # the last one reached; None: the prompt is not tokenized yet
 
     @property
     def phase_name(self) -> str:
-        """Return the phase for people."""
+        """The phase in words for people."""
         if self.phase is None:
             return "validating" if self.validated is None else "tokenizing"
         return self.phase.value
 
     @property
     def ttft_s(self) -> float | None:
-        """Return the seconds until the first token was sent; None where none was, also as the operation has none: its
-        whole time is no time to a first token."""
+        """The seconds until the first token was sent; None if none was, as in operations that answer no tokens."""
         stamps = self.stamps
         if stamps.first_sent is None or self.operation in _WITHOUT_TOKENS:
             return None
@@ -92,8 +91,8 @@ class RequestRecord:
 
     @property
     def tokens_by_kind(self) -> dict[str, int]:
-        """Return the tokens of a prompt that was read, how many of them were cached, and those written. Of an answer
-        that its client resumes only what was not there: the stream that broke off has the rest."""
+        """The tokens of the prompt if it was read, how many of them were cached, and the tokens written. For an answer
+        that its client resumes, only new tokens count: the broken stream counted the others."""
         num_before = sum(self.validated.resume_from) if self.validated else 0
         was_read = not num_before and (self.num_output_tokens > 0 or self.stamps.first_sent is not None)
         return {
@@ -103,8 +102,8 @@ class RequestRecord:
         }
 
     def note_attached(self) -> None:
-        """The request continues a sequence: it waited for neither credit nor prefill, and nothing of the prompt was
-        computed."""
+        """Note that the request continues a sequence: it waited for neither credit nor prefill, and nothing of its
+        prompt was computed."""
         self.num_attached += 1
         self.num_attempts = max(1, self.num_attempts)
         stamps, at = self.stamps, now()
@@ -114,7 +113,7 @@ class RequestRecord:
             self.num_paid_tokens = self.num_prompt_tokens + sum(self.validated.resume_from)
 
     def note_retry(self, worker: str, reason: str) -> None:
-        """A worker has refused."""
+        """Note that a worker has refused the request."""
         if self.phase is RequestState.AWAITING_PREFILL and self.stamps.first_sent is None:
             self.stamps.prefill_sent = None  # that worker did not accept it
         if len(self.retries) < _MAX_RETRIES:

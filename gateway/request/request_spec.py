@@ -1,4 +1,4 @@
-"""Say a validated request in the words of workers."""
+"""Turn a validated request into the messages that workers take."""
 
 import hashlib
 from collections.abc import Sequence
@@ -38,7 +38,7 @@ class SpecBuilder:
         context: TraceContext,
         deadline: float,
     ):
-        """`context`: the request's span; `deadline`: time.monotonic()."""
+        """Build specs of a request with the span `context` and a `deadline` in time.monotonic()."""
         self._validated, self._prompt_ids, self._max_tokens = validated, prompt_ids, max_tokens
         self._prefix_hashes, self._tenant = prefix_hashes, tenant
         self._context, self._deadline = context, deadline
@@ -46,20 +46,20 @@ class SpecBuilder:
 
     @property
     def traceparent(self) -> str:
-        """The request's span, as workers are told of it."""
+        """The request's span, in the form sent to workers."""
         return format_traceparent(self._context)
 
     @property
     def reusable_spans(self) -> list[SpanHash]:
-        """The names of the prompt's full spans that a worker may have cached; the last token is always computed. Raises
-        Unavailable before a worker has said which model is served."""
+        """The hashes of the prompt's full spans that a worker may have cached; the last token is always computed.
+        Raises Unavailable before a worker has said which model is served."""
         if self._validated.asks_for_prompt_logprobs:
             return []
         return self._hashed_prompt().hashes[: (len(self._prompt_ids) - 1) // SPAN_TOKENS]
 
     def build(self, output_ids: Sequence[int] = (), has_begun: bool = False) -> pb.RequestSpec:
-        """Return the spec of an attempt that continues after `output_ids`. `has_begun`: the answer, with what was asked
-        of the prompt."""
+        """Return the spec of an attempt that continues after `output_ids`. `has_begun`: the client has got the
+        beginning of the answer, and the log-probabilities of the prompt with it."""
         validated = self._validated
         spec = pb.RequestSpec(
             token_ids=self._prompt_ids,
@@ -72,7 +72,7 @@ class SpecBuilder:
         )
         if validated.constraint is not None:
             write_constraint(spec.constraint, validated.constraint)
-        # All that an answer depends on: the same from any gateway that gets the same request.
+        # Hashes all that an answer depends on: equal from every gateway that gets the same request.
         spec.fingerprint = hashlib.sha256(spec.SerializeToString(deterministic=True)).digest()
         if has_begun or not validated.asks_for_prompt_logprobs:
             spec.sampling.ClearField("prompt_logprobs")
@@ -91,8 +91,8 @@ class SpecBuilder:
         return spec
 
     def forget_spans(self) -> None:
-        """Name the prompt's spans anew if there is another attempt: a name has 73 bytes, beside the 256 of its token
-        ids."""
+        """Drop the hashes of the prompt's spans until another attempt needs them: one takes 73 bytes, beside the 256 of
+        its token ids."""
         self._prompt_spans = None
 
     def _hashed_prompt(self) -> SpanHashes:
@@ -123,7 +123,7 @@ def pooled_spec(
 
 
 def make_taker(link: WorkerLink) -> kv_pb2.Taker:
-    """Return what a source must know of the worker that takes its KV."""
+    """Return what a source must know about the worker that takes its KV."""
     hello = link.hello
     return kv_pb2.Taker(
         instance=hello.instance,

@@ -4,9 +4,9 @@ from enum import Enum
 
 
 class RequestState(Enum):
-    """What a request waits for, or is in; the actions that lead from one to the next are in gateway/orchestration."""
+    """What a request waits for or does; gateway/orchestration has the actions that lead from one state to the next."""
 
-    __hash__ = object.__hash__  # Enum's own is in Python, and each event looks into the table
+    __hash__ = object.__hash__  # Enum's own hash is slow Python, and every event looks into the table
 
     AWAITING_CREDIT = "awaiting credit"  # every decode worker is full
     ADMITTING = "admitting"  # Admit is sent

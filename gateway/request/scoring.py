@@ -1,5 +1,5 @@
-"""Turn a call for scores into validated prompts, in the words that Qwen3-Reranker was trained with: a conversation that
-asks for yes or no."""
+"""Turn a call for scores into validated prompts with the wording that Qwen3-Reranker was trained on: a conversation
+that asks for yes or no."""
 
 import math
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from gateway.request.prompt_batch import PromptBatch, in_place
 from gateway.request.validation import MAX_REQUEST_BYTES, check_model, check_size, validate
 
 LABELS = ("yes", "no")
-_MAX_CHARACTERS = 4 * MAX_REQUEST_BYTES  # of all prompts of a call: the query stands in each
+_MAX_CHARACTERS = 4 * MAX_REQUEST_BYTES  # in all prompts of a call: each contains the query
 _SYSTEM = (
     "Judge whether the Document meets the requirements based on the Query and the Instruct provided. "
     'Note that the answer can only be "yes" or "no".'
@@ -58,7 +58,7 @@ def check_score(
 
 
 def _check_length(head: str, documents: Sequence[str]) -> None:
-    """Raises InvalidRequest where `head` before each of the documents is too much text to keep while the call waits."""
+    """Raise InvalidRequest if `head` before each of the documents makes too much text to keep while the call waits."""
     num_characters = len(documents) * len(head) + sum(map(len, documents))
     if num_characters > _MAX_CHARACTERS:
         position = f"stands before each of {len(documents)} documents, {num_characters} characters in all"
@@ -66,7 +66,7 @@ def _check_length(head: str, documents: Sequence[str]) -> None:
 
 
 def score_of(logprobs: Sequence[float]) -> float:
-    """Return how likely yes is, 0 to 1, if the answer is yes or no."""
+    """Return the probability of yes, 0 to 1, given that the answer is yes or no."""
     yes, no = logprobs
     return 1 / (1 + math.exp(min(no - yes, 700.0)))
 

@@ -1,7 +1,8 @@
-"""Stamps of one request -> Timing. Phases are gaps between consecutive stamps, so they add up by construction.
+"""Compute the Timing of one request from its stamps. Phases are gaps between consecutive stamps, so they add up by
+construction.
 
-Stamps are this process's monotonic clock. What a worker measured on its own clock is cut to the gap that it must fit
-in, so that what passes between processes falls into the delivery phases and is never negative.
+Stamps are on this process's monotonic clock. A duration that a worker measured on its own clock is cut to the gap that
+it must fit in. Time between processes thus falls into the delivery phases and is never negative.
 """
 
 from collections.abc import Iterable, Sequence
@@ -14,23 +15,23 @@ from baton.service.observe.phases import PHASES as TIMED
 from baton.v1 import inference_pb2 as pb
 from baton.v1 import worker_pb2
 
-# What a request's whole time is divided into, in order; `decode` is all that comes after its second message.
+# The parts of a request's whole time, in order; `decode` is all that comes after the second message.
 PHASES = (*TIMED, DECODE)
 
 
 @dataclass(slots=True)
 class Stamps:
-    """The end of each phase of a request: time.monotonic() of this process, None if it was not reached."""
+    """When each phase of a request ended, in time.monotonic() of this process; None if it did not."""
 
     received: float
     tokenized: float | None = None
     routed: float | None = None
     granted: float | None = None  # decode credit
-    prefill_sent: float | None = None  # to the worker that accepted it, after waiting here for its queue
+    prefill_sent: float | None = None  # to the worker that accepted it, after waiting in this gateway's queue
     first_sent: float | None = None  # first token message handed to gRPC
     second_sent: float | None = None
     last_sent: float | None = None
-    ended: float | None = None  # an answer: last_sent; anything else: when it was given up
+    ended: float | None = None  # of an answer: last_sent; otherwise: when the request was given up
 
 
 _NO_REPORT = worker_pb2.DecodeReport()  # never changed: each message is 0.5 KB of an open stream
@@ -45,19 +46,19 @@ class Measured:
     transfer_s: float = 0.0
     after_last_ready_s: float = 0.0
     decode: worker_pb2.DecodeReport = field(default_factory=lambda: _NO_REPORT)
-    # What the phases were spent waiting for (gateway/request/bottlenecks.py).
-    prefill_core_wait: float = 0.0  # share of the time of the worker that prefilled in which it waited for a core
-    decode_core_wait: float = 0.0  # likewise of the decode worker
+    # For gateway/request/bottlenecks.py: what the request waited for in its phases.
+    prefill_core_wait: float = 0.0  # share of prefill in which its worker waited for a core
+    decode_core_wait: float = 0.0  # the same for the decode worker
     unread_s: float = 0.0  # messages waited for the client
-    path: PathDelay = PathDelay()  # how late messages are between this event loop and the workers
-    in_line_s: dict[str, float] = field(default_factory=dict)  # in this gateway's lines, by bottleneck
-    prefill_place_s: float = 0.0  # on the worker that prefilled, for a place in its batch
-    prefill_block_s: float = 0.0  # and for blocks
-    is_disaggregated: bool = False  # that was a prefill worker, not the decode worker
+    path: PathDelay = PathDelay()  # the delay of messages between this event loop and the workers
+    in_line_s: dict[str, float] = field(default_factory=dict)  # in this gateway's queues, by bottleneck
+    prefill_place_s: float = 0.0  # on the worker that prefilled, for a slot in its batch
+    prefill_block_s: float = 0.0  # likewise for blocks
+    is_disaggregated: bool = False  # a prefill worker prefilled, not the decode worker
 
 
 class PoolingStamps(NamedTuple):
-    """When one prompt of a call was begun, sent to the worker that accepted it, launched there and pooled:
+    """When one prompt of a call began, was sent to the worker that accepted it, was launched there and was pooled, in
     time.monotonic() of this process."""
 
     begun: float
@@ -67,14 +68,14 @@ class PoolingStamps(NamedTuple):
 
     @classmethod
     def ended(cls, begun: float, sent: float, ended: float, done: worker_pb2.Done) -> "PoolingStamps":
-        """Return those of a prompt whose worker's answer came at `ended`."""
+        """Return the stamps of a prompt for which the worker's answer came at `ended`."""
         queue_s, prefill_s, _ = _cut(ended - sent, done.queue_s, done.prefill_s)
         return cls(begun, sent, sent + queue_s, sent + queue_s + prefill_s)
 
 
 def note_pooling_phases(prompts: Sequence[PoolingStamps], stamps: Stamps, measured: Measured) -> None:
-    """Record the phases of a call whose prompts were pooled beside and behind each other: it is in `prefill` while a
-    worker computes any of them, and else in `prefill_queue` while any waits for a worker."""
+    """Record the phases of a call whose prompts were pooled in parallel and one after the other: `prefill` while a
+    worker computes any of them, else `prefill_queue` while any waits for a worker."""
     stamps.prefill_sent = sent = min(each.sent for each in prompts)
     measured.prefill_s = _covered_s((each.launched, each.pooled) for each in prompts)
     under_way_s = _covered_s((max(sent, each.begun), each.pooled) for each in prompts)
@@ -82,7 +83,7 @@ def note_pooling_phases(prompts: Sequence[PoolingStamps], stamps: Stamps, measur
 
 
 def timing(stamps: Stamps, measured: Measured, num_output_tokens: int) -> pb.Timing:
-    """Return the Timing message. `num_output_tokens`: of the longest choice. Phases that were not reached are 0."""
+    """Return the Timing message; `num_output_tokens` are the longest choice's. Phases that were not reached are 0."""
     first_s, second_s = _first_phases(stamps, measured), _second_phases(stamps, measured)
     result = pb.Timing()
     for phase, seconds in (first_s | second_s).items():
@@ -99,8 +100,8 @@ def timing(stamps: Stamps, measured: Measured, num_output_tokens: int) -> pb.Tim
 
 
 def breakdown(stamps: Stamps, measured: Measured) -> dict[str, float]:
-    """Return seconds in each of PHASES that a request reached, whatever its end; they sum to `ended` - `received`. A
-    phase that was cut short counts up to the end."""
+    """Return the seconds in each of PHASES that a request reached; they sum to `ended` - `received`, however it ended.
+    A phase that was cut short counts up to the end."""
     ended, at, spent = stamps.ended or stamps.last_sent or stamps.received, stamps.received, {}
     for phase, until in (("tokenize", stamps.tokenized), ("route", stamps.routed), ("admit", stamps.granted)):
         spent[phase] = (ended if until is None else until) - at
@@ -118,7 +119,7 @@ def breakdown(stamps: Stamps, measured: Measured) -> dict[str, float]:
 
 
 def _first_phases(stamps: Stamps, measured: Measured) -> dict[str, float]:
-    """Return seconds by phase up to the first token; nothing where none was sent."""
+    """Return the seconds by phase up to the first token; {} if none was sent."""
     if stamps.first_sent is None or stamps.tokenized is None or stamps.routed is None or stamps.granted is None:
         return {}
     gap = stamps.first_sent - stamps.granted
@@ -135,7 +136,7 @@ def _first_phases(stamps: Stamps, measured: Measured) -> dict[str, float]:
 
 
 def _second_phases(stamps: Stamps, measured: Measured) -> dict[str, float]:
-    """Return seconds by phase from the first token message to the second; nothing where that was not sent."""
+    """Return the seconds by phase from the first token message to the second; {} if there was no second."""
     if stamps.first_sent is None or stamps.second_sent is None:
         return {}
     gap, decode = stamps.second_sent - stamps.first_sent, measured.decode
@@ -151,16 +152,16 @@ def _second_phases(stamps: Stamps, measured: Measured) -> dict[str, float]:
 
 
 def _cut(gap_s: float, *parts_s: float) -> list[float]:
-    """Return the parts (seconds), cut so that they fit into the gap one after the other, and what is left of it."""
+    """Return the parts in seconds, cut so that they fit into the gap one after the other, and the rest of the gap."""
     cut = []
     for part_s in parts_s:
-        cut.append(min(max(0.0, part_s), gap_s))  # in this order: what is no number counts for nothing
+        cut.append(min(max(0.0, part_s), gap_s))  # in this order: NaN counts as 0
         gap_s -= cut[-1]
     return [*cut, gap_s]
 
 
 def _covered_s(windows: Iterable[tuple[float, float]]) -> float:
-    """Return the seconds that are within any of the windows (begin, end)."""
+    """Return the seconds that lie within any of the windows (begin, end)."""
     covered_s, until = 0.0, float("-inf")
     for begin, end in sorted(windows):
         covered_s += max(0.0, end - max(begin, until))

@@ -1,5 +1,5 @@
-"""Turn a message from outside into a ValidatedRequest, or raise InvalidRequest that names the field. Nothing is
-allocated before."""
+"""Turn a client's message into a ValidatedRequest, or raise InvalidRequest that names the field. Nothing is allocated
+before."""
 
 import hashlib
 import re
@@ -22,7 +22,7 @@ from gateway.text.prompt_input import PromptInput
 
 MAX_REQUEST_BYTES = 1 << 20
 MAX_STREAM_INTERVAL_MS = 60_000
-MAX_TOKEN_TEXTS = 1024  # of one call: the event loop makes them
+MAX_TOKEN_TEXTS = 1024  # in one call: the event loop makes them
 MAX_STOPS, MAX_STOP_TOKEN_IDS, MAX_LOGIT_BIAS = (
     max(getattr(limits, name) for limits in PRESETS.values()) for name in ("stops", "stop_token_ids", "logit_bias")
 )
@@ -35,10 +35,10 @@ REQUEST_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
 class ValidatedRequest:
     """A request whose every field is in range."""
 
-    request_id: str  # the client's
-    key_id: str  # the same among workers and gateways, where another tenant may have chosen it too
+    request_id: str  # as the client knows it
+    key_id: str  # unique among tenants, which may choose the same request_id; all workers and gateways use it
     prompt: PromptInput = field(repr=False)
-    sampling_bytes: bytes  # a WorkerSampling, a seventh of what it is as a message
+    sampling_bytes: bytes  # a serialized WorkerSampling: a seventh of the message's memory
     num_choices: int
     seed: int
     max_tokens: int | None  # None: not asked for
@@ -49,26 +49,26 @@ class ValidatedRequest:
     priority: int
     speculation: pb.Speculation  # as asked for
     slo_class: str
-    resume_from: tuple[int, ...] = ()  # tokens of each choice that the client has; empty: it begins
-    names_class: bool = False  # it was asked for by name
-    constraint: Constraint | None = field(default=None, repr=False)  # its kind is known, its text was not looked at
+    resume_from: tuple[int, ...] = ()  # tokens of each choice that the client already has; empty: a new answer
+    names_class: bool = False  # the client named the class
+    constraint: Constraint | None = field(default=None, repr=False)  # its kind is known, its text not checked yet
     echo: bool = False
     echo_token_ids: bool = False
-    suffix: str = field(default="", repr=False)  # the text behind the answer, which stands between it and a text
-    num_logprobs: int = 0  # of each token of the answer, its own with them; 0: not asked for
-    num_prompt_logprobs: int = 0  # beside the token's own, where they are asked for
-    # They are still to be had: a client that has a token of the answer has them too.
+    suffix: str = field(default="", repr=False)  # the text behind the answer, for infilling
+    num_logprobs: int = 0  # for each token of the answer, its own included; 0: none are asked for
+    num_prompt_logprobs: int = 0  # beside the token's own, if they are asked for
+    # False also if the client resumes an answer: it has them already.
     asks_for_prompt_logprobs: bool = False
     stream_interval_s: float = 0.0  # between two messages of a choice
-    adapter: bytes = b""  # identity of the one to answer with; empty: none
+    adapter: bytes = b""  # identity of the adapter to answer with; empty: none
 
     @property
     def sampling(self) -> worker_pb2.WorkerSampling:
-        """Return a message in which nothing is unset any more: a new one each time."""
+        """The sampling parameters, with every field set, as a new message each time."""
         return worker_pb2.WorkerSampling.FromString(self.sampling_bytes)
 
     def without_content(self) -> "ValidatedRequest":
-        """Return what may be kept for longer than the request: nothing that it asks, and nothing that may be large."""
+        """Return the request without its content and without all that may be large, to be kept after it has ended."""
         sampling = self.sampling
         sampling.ClearField("logit_bias")
         return replace(
@@ -78,8 +78,8 @@ class ValidatedRequest:
 
 
 def check_model(asked: str, served: ServedModel) -> bytes:
-    """Return the identity of the adapter that is asked for, b"" for the model itself, which empty means too. Raises
-    NotFound for what is not served, NoWorker where that is not known yet."""
+    """Return the identity of the adapter that a request names, or b"" if it names the model itself or nothing. Raises
+    NotFound for a name that is not served, NoWorker if that is not known yet."""
     if (adapter := served.find(asked)) is None:
         raise not_known(asked, [served])
     return adapter
@@ -95,7 +95,7 @@ def not_known(asked: str, models: Sequence[ServedModel]) -> NotFound | NoWorker:
 
 
 def not_served(asked: str, models: Sequence[ServedModel]) -> NotFound:
-    """Return the error that names what is served in place of what was asked for."""
+    """Return the error that lists what is served instead of `asked`."""
     named = []
     for model in models:
         beside = f" and its adapters {', '.join(sorted(model.adapters))}" if model.adapters else ""
@@ -105,8 +105,8 @@ def not_served(asked: str, models: Sequence[ServedModel]) -> NotFound:
 
 
 def check_size(request, where: str = "token_ids") -> None:
-    """Raises InvalidRequest for a message that is too large, naming the input, which makes it so: `where` the message
-    says nothing else."""
+    """Raise InvalidRequest for a message that is too large. It names the message's input, which makes it so; `where` is
+    the field if the message does not say which input it has."""
     if (num_bytes := request.ByteSize()) > MAX_REQUEST_BYTES:
         if "input" in request.DESCRIPTOR.oneofs_by_name:
             where = request.WhichOneof("input")
@@ -120,8 +120,9 @@ def validate(
     max_priority: int = 0,
     request_id: str = "",
 ) -> ValidatedRequest:
-    """Return the request after every check that is possible before tokenizing; a priority above `max_priority` counts
-    as that. `request_id`: its `request_id_of`, where that is known. Raises InvalidRequest, NotFound or NoWorker."""
+    """Return the request after every check that is possible before tokenizing. A priority above `max_priority` is
+    lowered to that; `request_id` is the one drawn by `request_id_of`, if the caller has it. Raises InvalidRequest,
+    NotFound or NoWorker."""
     check_size(request)
     adapter = check_model(request.model, served)
     prompt = check_input(request, served, may_be_empty=bool(request.suffix))
@@ -161,7 +162,7 @@ def validate(
 def check_input(
     request: pb.GenerateRequest | pb.TokenizeRequest, served: ServedModel, may_be_empty: bool = False
 ) -> PromptInput:
-    """Return the prompt. `may_be_empty`: a text. Raises InvalidRequest."""
+    """Return the prompt. `may_be_empty`: a text may be empty. Raises InvalidRequest."""
     kind = request.WhichOneof("input")
     if kind is None:
         _refuse("input", "one of text, token_ids and messages is needed")
@@ -176,23 +177,23 @@ def check_input(
 
 
 def check_detokenize(request: pb.DetokenizeRequest) -> None:
-    """Raises InvalidRequest for a message that is too large."""
+    """Raise InvalidRequest for a message that is too large."""
     check_size(request)
     if request.return_tokens and (num_ids := len(request.token_ids)) > MAX_TOKEN_TEXTS:
         _refuse("token_ids", f"has {num_ids} ids, at most {MAX_TOKEN_TEXTS} are allowed with return_tokens")
 
 
 def check_num_tokens(num_tokens: int, served: ServedModel, where: str) -> None:
-    """Raises InvalidRequest for more tokens than the context, before they are looked at one by one."""
+    """Raise InvalidRequest for more tokens than the context, before each of them is checked."""
     if num_tokens > served.context:
         refuse_length(where, num_tokens, served.context, served)
 
 
 def check_token_ids(ids, vocab_size: int, where: str) -> array:
-    """Return the ids in little memory. Raises InvalidRequest for none, and for one beyond the vocabulary."""
+    """Return the ids as a compact array. Raises InvalidRequest if there are none, or one is outside the vocabulary."""
     if not ids:
         _refuse(where, "is empty")
-    ids = ids[:]  # a list: to go through what is a part of a message takes three times as long
+    ids = ids[:]  # a list: iterating over the message's own field takes three times as long
     if max(ids) >= vocab_size:
         index = next(i for i, token_id in enumerate(ids) if token_id >= vocab_size)
         _refuse(f"{where}[{index}]", f"is out of range: the vocabulary has {vocab_size} ids")
@@ -206,8 +207,8 @@ def refuse_length(field: str, num_tokens: int, most: int, served: ServedModel) -
 
 
 def request_id_of(given: str) -> str:
-    """Return the id by which a request is known from its first moment: the one that it gives; drawn where it gives
-    none, or one for which it will be refused."""
+    """Return the id of a request: the one that it gives, or a drawn one if it gives none or an invalid one, for which
+    it will be refused."""
     return given if REQUEST_ID.fullmatch(given) else secrets.token_hex(12)
 
 
@@ -217,14 +218,14 @@ def _check_request_id(given: str) -> None:
 
 
 def _key_id(request_id: str, tenant: str) -> str:
-    """Return a name that is never equal for two tenants: a request_id has no dot."""
+    """Return an id that differs between tenants: a request_id has no dot."""
     if tenant == DEFAULT_TENANT:
         return request_id
     return f"{hashlib.sha256(tenant.encode()).hexdigest()[:16]}.{request_id}"
 
 
 def _resume_from(request: pb.GenerateRequest, sampling: worker_pb2.WorkerSampling) -> tuple[int, ...]:
-    """Return the tokens that the client has of each choice. Raises InvalidRequest if the answer might come out
+    """Return how many tokens of each choice the client has. Raises InvalidRequest if the answer might come out
     differently."""
     if not request.resume_from:
         return ()
@@ -240,7 +241,8 @@ def _resume_from(request: pb.GenerateRequest, sampling: worker_pb2.WorkerSamplin
 
 
 def _sampling(asked: pb.Sampling, served: ServedModel) -> worker_pb2.WorkerSampling:
-    """Return what is asked for, and the defaults for the rest. Both messages have fields of the same names."""
+    """Return the sampling parameters asked for, and defaults for the rest. Both messages have fields of the same
+    names."""
     resolved = worker_pb2.WorkerSampling(**served.defaults.sampling, n=1)
     if not asked.HasField("seed"):
         resolved.seed = secrets.randbits(53)  # exact in every client's numbers
@@ -309,7 +311,7 @@ def _speculation(speculation: pb.Speculation, served: ServedModel) -> pb.Specula
         _refuse("speculation.num_tokens", f"must be at most {MAX_DRAFT_TOKENS}")
     if not speculation.ByteSize():
         return _NO_SPECULATION
-    copy = pb.Speculation()  # what is a part of a message keeps all of it
+    copy = pb.Speculation()  # a part of a message would keep the whole message in memory
     copy.CopyFrom(speculation)
     return copy
 
@@ -347,8 +349,7 @@ def _stops(stops, limits: RequestLimits) -> tuple[str, ...]:
 
 
 def _stop_token_ids(stopping: pb.Stopping, served: ServedModel) -> frozenset[int]:
-    """Return the ids that end a choice; the model's end-of-sequence ids are among them unless they must be
-    ignored."""
+    """Return the ids that end a choice, the model's end-of-sequence ids among them unless these are to be ignored."""
     ends = _NO_IDS if stopping.ignore_eos else served.eos_ids
     if not (num_ids := len(stopping.stop_token_ids)):
         return ends  # one set for all requests
