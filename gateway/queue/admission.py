@@ -1,4 +1,4 @@
-"""Bound what the gateway takes: requests at once, in all and by tenant, and what each tenant may use."""
+"""Bound what the gateway takes: requests at the same time, in all and by tenant, and what each tenant may use."""
 
 from collections import Counter
 
@@ -11,17 +11,18 @@ _RETRY_AFTER_S = 0.5
 
 
 class AdmissionControl:
-    """Count requests in the gateway and remember their keys' ids, with those of calls that no worker sees."""
+    """Count the requests in the gateway by tenant and keep their key ids, those of calls that no worker sees
+    included."""
 
     def __init__(self, max_concurrent_requests: int, quotas: Quotas | None = None):
         self._max = max_concurrent_requests
         self.quotas = quotas or Quotas({})
-        self.key_ids: dict[str, str] = {}  # and whose they are
+        self.key_ids: dict[str, str] = {}  # with the tenant of each
         self._num = Counter[str]()  # by tenant
 
     def enter(self, key_id: str, tenant: str, num_choices: int = 1, model: str = "") -> Reservation:
-        """Admit a request of a model; return what is set aside of its tenant's quota. The caller has checked that
-        `key_id` is free, and calls `leave` in the end. Raises Overloaded, InvalidRequest."""
+        """Admit a request for a model and return its reservation of the tenant's quotas. The caller has checked that
+        `key_id` is free, and calls `leave` when the request ends. Raises Overloaded, InvalidRequest."""
         own = self._num[tenant]
         if not has_room(self._max, len(self.key_ids), own, 1, len(self._num) + (not own)):
             message = f"{len(self.key_ids)} requests are in the gateway already, {own} of them of this tenant"

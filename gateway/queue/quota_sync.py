@@ -4,13 +4,14 @@
     baton:usage:<hex>    expires; {tenant, or tenant@digest of a model's name:
                          [choices that run, tokens reserved and returned since its start, tokens left]}
 
-No request waits for it, so what one gateway admits the others count up to 2 x PERIOD_S later. Until then each admits
-what the bounds allow: with G gateways a tenant may have G x its choices at once and G x its remaining tokens, with what
-they grow by meanwhile, and one request's more from each. From then on the rate holds for all of them together: what was
-too much between two exchanges is missing afterwards, but of what gateways used before they knew of each other only the
-most that one of them did.
-Gateways that do not see each other, since one of them is cut off from Redis or Redis is gone, forget each other after
-TTL_S and count alone: a tenant then has as many quotas as there are such parts.
+No request waits for this exchange, so other gateways count what one admits up to 2 x PERIOD_S later. Until then each
+gateway admits what the bounds allow: with G gateways a tenant may have G times its choices running, use G times its
+remaining tokens and what they grow by meanwhile, and one request more on each gateway. From then on the rate holds for
+all gateways together: what was used too much between two exchanges is missing afterwards. Of what gateways used before
+they knew of each other, only the most that one of them used counts.
+
+Gateways that cannot see each other, because one is cut off from Redis or Redis is down, forget each other after TTL_S
+and count alone. A tenant then has one quota for each such group of gateways.
 """
 
 import asyncio
@@ -31,7 +32,7 @@ TTL_S = 5
 PERIOD_S = 0.25
 _MAX_BYTES = 48 << 10  # of one value: MAX_COUNTED tenants
 _MAX_GATEWAYS = 64
-_NAMES = "?" * 32  # other names do not even travel: Redis compares
+_NAMES = "?" * 32  # Redis does not send names of another form
 _MOST = 1 << 53
 _USAGE = re.compile(f"{TENANT.pattern}(@[0-9a-f]{{16}})?")
 
@@ -39,10 +40,10 @@ log = logging.getLogger(__name__)
 
 
 class SharedUsage:
-    """The exchange of one gateway. Belongs to the event loop."""
+    """Exchange the counts of one gateway with those of others. Belongs to the event loop."""
 
     def __init__(self, quotas: Quotas, url: str, gateway: bytes):
-        """Raises ValueError for a malformed URL."""
+        """Prepare the exchange through the Redis at `url`. Raises ValueError for a malformed URL."""
         self._quotas, self._gateway = quotas, gateway.hex()
         self._client = make_client(url, 1.0, 1)
         self._answered_at = now()
@@ -60,7 +61,7 @@ class SharedUsage:
     async def _look(self) -> None:
         try:
             counts = await self.exchange()
-        except Exception as error:  # whatever it is, requests are served and the next round comes
+        except Exception as error:  # any failure: requests are still served, and the next round tries again
             if self._was_up:
                 log.warning("redis: quotas are counted without other gateways %s", fields(error=words_of(error)))
             self._was_up = False
@@ -92,7 +93,7 @@ def _name(gateway: str) -> str:
 
 
 def _hex(member: bytes) -> str:
-    """Return the name, or nothing for what is no gateway's name."""
+    """Return a gateway's name in hex, or "" for a member that is no such name."""
     try:
         return bytes.fromhex(member.decode()).hex()
     except ValueError:
@@ -100,7 +101,7 @@ def _hex(member: bytes) -> str:
 
 
 def read_counts(value: object) -> dict[str, UsageCounts]:
-    """Return the counts in a value of Redis, which is not trusted: empty unless a gateway could have written it."""
+    """Return the counts in a value of Redis, or {} if no gateway could have written it: Redis is not trusted."""
     if not isinstance(value, bytes) or len(value) > _MAX_BYTES:
         return {}
     try:

@@ -1,5 +1,6 @@
-"""Quotas of tenants, of all their requests and of those of one model: tokens a second, prompts and answers together,
-and choices at once; through this gateway, and where gateways share their counts, through all (quota_sync.py)."""
+"""Quotas of tenants, for all their requests and for those of one model: tokens a second, prompts and answers together,
+and choices running at the same time. They hold for this gateway, or for all gateways that share their counts
+(quota_sync.py)."""
 
 import hashlib
 import heapq
@@ -15,21 +16,21 @@ from baton.service.errors import InvalidRequest, Overloaded
 from baton.service.file_stamp import file_stamp
 from baton.service.logs import fields
 
-OTHERS = "default"  # the table of all tenants that have none of their own
-_BURST_S = 10.0  # of its rate, where the file gives no burst
+OTHERS = "default"  # the table for tenants without one of their own
+_BURST_S = 10.0  # of the rate, if the file gives no burst
 _RETRY_AFTER_S = 0.5
 _FIELDS = ("tokens_per_s", "burst_tokens", "concurrent_requests", "max_priority")
 _OF_A_MODEL = ("tokens_per_s", "burst_tokens", "concurrent_requests")
 _INTEGERS = ("concurrent_requests", "max_priority")
-_LOOK_S = 1.0  # between two looks at the file, and for tenants that are idle
-MAX_COUNTED = 256  # tenants that one gateway tells others of
+_LOOK_S = 1.0  # between two looks for a changed file and for idle tenants
+MAX_COUNTED = 256  # tenants whose counts one gateway tells others
 
 log = logging.getLogger(__name__)
 
 
 class Quota(NamedTuple):
-    """Bounds of a tenant; None: no bound. A request counts once for each of its choices. `max_priority`: higher
-    priorities count as this."""
+    """The bounds of a tenant; None: no bound. A request counts once for each of its choices. Priorities above
+    `max_priority` are lowered to it."""
 
     tokens_per_s: float | None = None
     burst_tokens: float = 0.0
@@ -38,12 +39,12 @@ class Quota(NamedTuple):
 
     @property
     def is_bounded(self) -> bool:
-        """Return whether anything is bounded."""
+        """Whether tokens or choices are bounded."""
         return self.tokens_per_s is not None or self.concurrent_requests is not None
 
 
 def read_quotas(path: Path | None) -> Mapping[str, Quota]:
-    """A TOML file of one table a tenant, and `default` for all others:
+    """Return the quotas in a TOML file by usage name. It has a table for each tenant, and `default` for all others:
 
         [default]
         tokens_per_s = 20000
@@ -51,11 +52,11 @@ def read_quotas(path: Path | None) -> Mapping[str, Quota]:
         concurrent_requests = 32    # a request with n = 8 counts as 8
         max_priority = 5            # 0 when it is left out
 
-        [default.models.chat]       # of these, for requests of one model
+        [default.models.chat]       # for requests of one model
         tokens_per_s = 5000
 
-    By the name of their usage. A tenant of which it has models alone keeps the default's bounds of all its requests.
-    Raises ValueError, one line."""
+    A tenant that has only tables for models keeps the default's bounds for all its requests. Raises ValueError, one
+    line."""
     if path is None:
         return {}
     try:
@@ -65,7 +66,7 @@ def read_quotas(path: Path | None) -> Mapping[str, Quota]:
             models = table.pop("models", {}) if isinstance(table, dict) else {}
             if not isinstance(models, dict):
                 raise ValueError(f"[{name}] models is not a table: write [{name}.models.NAME] and its lines")
-            if table or not models:  # else TOML alone has made it, around them
+            if table or not models:  # else there is no [name] in the file, only [name.models.*]
                 found[name] = _quota(name, table, _FIELDS)
             for model, own in models.items():
                 found[usage_name(name, model)] = _quota(f"{name}.models.{model}", own, _OF_A_MODEL)
@@ -75,8 +76,8 @@ def read_quotas(path: Path | None) -> Mapping[str, Quota]:
 
 
 def usage_name(tenant: str, model: str) -> str:
-    """Return what the usage of a tenant is counted under, or, where `model` is one, of its requests of that: no longer
-    than tenants' names, whatever the model's is."""
+    """Return the name under which a tenant's usage is counted, of all its requests or of those for `model`. It is at
+    most 17 characters longer than the tenant's, however long the model's name is."""
     return f"{tenant}@{hashlib.sha256(model.encode()).hexdigest()[:16]}" if model else tenant
 
 
@@ -97,7 +98,7 @@ def _quota(name: str, table: object, known: Sequence[str]) -> Quota:
 
 
 class UsageCounts(NamedTuple):
-    """The counts of one gateway for one tenant. Reserved and returned tokens only rise; `num_running` are choices."""
+    """One gateway's counts for one usage name. `num_running` counts choices; reserved and returned tokens only rise."""
 
     num_running: int
     num_reserved: int
@@ -106,39 +107,43 @@ class UsageCounts(NamedTuple):
 
 
 class Usage:
-    """The remaining quota of one tenant, or of one for a model: a bucket that fills at its rate. A request takes the
-    most that it can use and gives back what it did not use; the balance may fall below zero, by one request and by what
-    answers of any length have more than was set aside, and is waited out."""
+    """The remaining quota of one tenant, in all or for one model: a token bucket that fills at its rate.
+
+    A request takes the most that it can use and gives back what it did not use. The balance may fall below zero, by one
+    request and by what answers of any length use beyond their reservation; then requests are refused until it has risen
+    again."""
 
     __slots__ = ("quota", "whose", "num_running", "num_reserved", "num_returned", "elsewhere", "_balance", "_at")
 
     def __init__(self, quota: Quota, at: float, num_counted: int = 0, model: str = ""):
-        """`num_counted`: where its counts begin; `model`: whose requests it is about, empty: all."""
+        """Begin with a full bucket. `num_counted`: where the counts of tokens begin; `model`: empty for all
+        requests."""
         self.quota, self.num_running = quota, 0
         self.whose = f"of {model} " if model else ""
         self.num_reserved = self.num_returned = num_counted
-        # Gateway -> its latest counts, and how many tokens of them were taken here.
+        # Gateway -> its latest counts, and how many of its tokens were taken from this bucket.
         self.elsewhere: dict[str, tuple[UsageCounts, int]] = {}
         self._balance, self._at = quota.burst_tokens, at
 
     @property
     def num_elsewhere(self) -> int:
-        """Choices that run through other gateways."""
+        """The choices that run through other gateways."""
         return sum(counts.num_running for counts, _ in self.elsewhere.values())
 
     def is_idle(self, at: float) -> bool:
-        """Return whether it has all that it may have."""
+        """Return whether nothing runs and the bucket is full."""
         is_full = self.quota.tokens_per_s is None or self.balance(at) >= self.quota.burst_tokens
         return not self.num_running and is_full
 
     def adopt(self, quota: Quota, at: float) -> None:
-        """Take another quota from now on; what was used up of the old one stays so."""
+        """Change to another quota; tokens used up under the old one stay used up."""
         if quota == self.quota:
             return
         was_bounded, self.quota = self.quota.tokens_per_s is not None, quota
         self._balance = self.balance(at) if was_bounded else quota.burst_tokens
 
     def balance(self, at: float) -> float:
+        """Return the tokens in the bucket at `at`, in time.monotonic(); below zero if too many were used."""
         if self.quota.tokens_per_s is not None:
             grown = self._balance + self.quota.tokens_per_s * max(0.0, at - self._at)
             self._balance = min(self.quota.burst_tokens, grown)
@@ -146,20 +151,24 @@ class Usage:
         return self._balance
 
     def take(self, num_tokens: int, at: float) -> None:
+        """Take tokens out of the bucket, also more than it has."""
         self.num_reserved += num_tokens
         self._balance = self.balance(at) - num_tokens
 
     def give_back(self, num_tokens: int, at: float) -> None:
+        """Put tokens back that were taken and not used."""
         self.num_returned += num_tokens
         self._balance = self.balance(at) + num_tokens
 
     def counts(self, at: float) -> UsageCounts:
+        """Return this gateway's counts, to be told other gateways."""
         return UsageCounts(self.num_running, self.num_reserved, self.num_returned, self.balance(at))
 
     def note(self, gateway: str, counts: UsageCounts, at: float) -> None:
-        """Take the counts of another gateway. When it is new here, all that either has used is subtracted; later,
-        counts that fall are ignored, and no more comes back than was taken, so no other process can fill this
-        bucket."""
+        """Apply the counts of another gateway to this bucket.
+
+        From a gateway that is new here, all that it or this one has used is subtracted. Later, counts that fall are
+        ignored and no more comes back than was taken, so no other process can fill this bucket."""
         if (known := self.elsewhere.get(gateway)) is None:
             taken = max(0, math.ceil(self.balance(at) - counts.balance))
             self._balance -= taken
@@ -177,7 +186,7 @@ class Usage:
 
 
 class Reservation:
-    """The part of its tenant's quotas that one request has set aside, from its entry to its end."""
+    """What one request reserves of its tenant's quotas, from its entry to its end."""
 
     __slots__ = ("_usages", "_num_choices", "_num_tokens")
 
@@ -187,8 +196,8 @@ class Reservation:
             usage.num_running += num_choices
 
     def reserve(self, num_tokens: int, at: float) -> None:
-        """Reserve the most that the request can use, once that is known. Raises Overloaded if others have used up the
-        quota meanwhile."""
+        """Reserve the most tokens that the request can use, once that is known. Raises Overloaded if others have used
+        up the quota meanwhile."""
         for usage in self._usages:
             _check_balance(usage, at)
         for usage in self._usages:
@@ -196,15 +205,16 @@ class Reservation:
         self._num_tokens += num_tokens
 
     def cover(self, num_used: int, at: float) -> None:
-        """Reserve what is missing of `num_used` tokens, also beyond the quota: what is begun goes on, and the balance
-        is waited out by those that come."""
+        """Raise the reservation to `num_used` tokens, also beyond the quota: a request that has begun continues, and
+        later ones wait for the balance."""
         if (num_missing := num_used - self._num_tokens) > 0:
             for usage in self._usages:
                 usage.take(num_missing, at)
             self._num_tokens = num_used
 
     def settle(self, num_used: int, at: float) -> None:
-        """Give back all but `num_used` tokens, or take what is missing. Only the first call counts."""
+        """End the reservation at `num_used` tokens: the others are given back, or missing ones taken. Only the first
+        call counts."""
         if self._num_choices:
             self.cover(num_used, at)
         for usage in self._usages:
@@ -222,12 +232,14 @@ def _check_balance(usage: Usage, at: float) -> None:
 
 
 class Quotas:
-    """The usage of all active tenants. Only callers with a credential get an entry, and it is dropped when idle."""
+    """The quotas and the usage of all active tenants. Only callers with a credential get an entry, which is dropped
+    when idle."""
 
     def __init__(self, table: Mapping[str, Quota], path: Path | None = None):
-        """`path`: the table's file, read again when it has changed; one that cannot be read changes nothing."""
+        """Keep the quotas of a table by usage name. `path`: its file, read again when it changes; a file that cannot be
+        read changes nothing."""
         self._table, self._usage = table, dict[str, Usage]()
-        self._num_counted = 0  # counts of tenants that come again begin here, and so never fall
+        self._num_counted = 0  # where counts of new tenants begin, so that those of returning ones never fall
         self._path, self._stamp, self._looked_at = path, path and file_stamp(path), 0.0
         self._counts: Mapping[str, Mapping[str, UsageCounts]] = {}
 
@@ -237,20 +249,19 @@ class Quotas:
         return cls(read_quotas(path), path)
 
     def quota(self, tenant: str, model: str = "") -> Quota:
-        """Return its own, or that of all others; for requests of one model where that is given."""
+        """Return the quota of a tenant, its own or the default, for all its requests or for those of `model`."""
         whose = tenant if tenant in self._table else OTHERS
         others = self._table.get(usage_name(whose, model), Quota())
         return self._table.get(usage_name(tenant, model), others)
 
     def max_concurrent(self, tenant: str, model: str = "") -> int | None:
-        """Return how many choices this tenant may have running, of a model where that is given; None: it has no quota
-        of that."""
+        """Return how many choices a tenant may have running, in all or for `model`; None: any number."""
         bounds = (self.quota(tenant).concurrent_requests, self.quota(tenant, model).concurrent_requests)
         return min((bound for bound in bounds if bound is not None), default=None)
 
     def enter(self, tenant: str, at: float, num_choices: int = 1, model: str = "") -> Reservation:
-        """Return the reservation of one more request of a model, to be settled in the end. Raises Overloaded, which
-        names the quota, and InvalidRequest for more choices than the tenant may ever have."""
+        """Admit one more request for a model and return its reservation, to be settled when it ends. Raises Overloaded
+        that names the quota, or InvalidRequest for more choices than the tenant may ever have."""
         if at - self._looked_at >= _LOOK_S:
             self._looked_at = at
             self._read_again()
@@ -272,7 +283,8 @@ class Quotas:
     # ---- with other gateways ----
 
     def counts(self, at: float) -> dict[str, UsageCounts]:
-        """Return this gateway's counts of bounded tenants: of at most MAX_COUNTED, those with most choices."""
+        """Return this gateway's counts by usage name, for bounded tenants that are not idle; of more than MAX_COUNTED,
+        those with most choices."""
         bounded = [
             (tenant, usage) for tenant, usage in self._usage.items() if usage.quota.is_bounded and not usage.is_idle(at)
         ]
@@ -280,8 +292,8 @@ class Quotas:
         return {tenant: usage.counts(at) for tenant, usage in most}
 
     def note_others(self, counts: Mapping[str, Mapping[str, UsageCounts]], at: float) -> None:
-        """Take what all other gateways count now, gateway -> tenant -> counts; one that is missing uses nothing.
-        Tenants without a request here are noted when they come."""
+        """Apply the latest counts of all other gateways, gateway -> usage name -> counts. What is missing uses nothing;
+        the counts of tenants without a request here apply when one comes."""
         self._counts = counts
         for tenant, usage in self._usage.items():
             self._note(tenant, usage, at)

@@ -1,5 +1,5 @@
-"""The queues in which requests wait for full workers. A request that could only be served too late is refused at once.
-However much one tenant sends, others find room."""
+"""The queues in which requests wait for full workers. A request that could only be served too late is refused when it
+comes. Tenants share the room, so one that sends much does not shut out others."""
 
 import bisect
 import itertools
@@ -16,20 +16,20 @@ from baton.service.slo import Slo
 from gateway.routing.routing import Decision
 
 _RETRY_AFTER_S, _LONGEST_RETRY_S = 0.5, 10.0
-# Seconds of waiting that a step of priority is worth: no request is overtaken by one that comes later than that.
+# Seconds of waiting that a step of priority is worth: requests that come later than that overtake no other.
 _PRIORITY_S, _MOST_STEPS = 1.0, 10
-_NO_HURRY_S = 10.0  # the bound on the first token, in queue, of a class without one
-_MARGIN = 0.7  # of the wait that would just do: predictions err, and an admitted request should be served in time
+_NO_HURRY_S = 10.0  # the TTFT bound, for the order in queue, of a class without one
+_MARGIN = 0.7  # of the longest wait: predictions err, and an admitted request should be served in time
 _LEAST_WAIT_S = 0.05  # a shorter wait is no reason to refuse
-_KEPT = 0.9  # of what the queue's speed was, with each that is served
-# Of one tenant before another's turn comes, less than a request, so that each is a turn or more; and of turns that it
-# did not take.
+_KEPT = 0.9  # weight of the queue's earlier speed, with each request that is served
+# Tokens that a tenant is served before another's turn comes: fewer than a request's, so each request is one turn or
+# more. And tokens that a tenant may save up of turns that it did not take.
 _TURN_TOKENS, _SAVED_TOKENS = 64, 2048
 
 
 class QueuedRequest(NamedTuple):
-    """A request as the queues see it. `slo`: of the class that it names, else empty. Of one tenant, lower ranks go
-    first. `num_expected`: output tokens of all choices, from the mean of recent answers."""
+    """A request as the queues see it. `slo` is empty if the request names no class; of one tenant, lower ranks go
+    first; `num_expected` are output tokens of all choices, by the mean of recent answers."""
 
     rank: float
     num_tokens: int = 0
@@ -40,7 +40,7 @@ class QueuedRequest(NamedTuple):
     num_expected: float = 0.0
 
     def check_wait(self, wait_s: float, alone_s: float) -> None:
-        """Raises Overloaded for a wait that breaks the deadline or the class.
+        """Raise Overloaded for a wait that breaks the deadline or the class.
 
         `alone_s` is the time of the first token on an idle worker. A prompt that takes longer than its class allows
         even there is not refused for that: it may wait as long as it takes."""
@@ -58,7 +58,7 @@ class QueuedRequest(NamedTuple):
             raise Overloaded(message, retry_s, reason="TTFT_BUDGET")
 
     def check(self, decision: Decision, in_queue_s: float) -> None:
-        """Raises Overloaded if the chosen route, and the queue before it, break what the class was promised."""
+        """Raise Overloaded if the chosen route, with the queue before it, breaks the bounds of the class."""
         at_worker_s = decision.ttft_s - decision.alone_ttft_s
         self.check_wait(at_worker_s + (0.0 if decision.is_local else in_queue_s), decision.alone_ttft_s)
         bound_s = self.slo.tpot_s
@@ -68,7 +68,7 @@ class QueuedRequest(NamedTuple):
 
 
 def rank(received: float, slo: Slo, priority: int) -> float:
-    """Return the order in queue: earliest deadline first, each step of priority worth a second.
+    """Return the order in a queue: earliest deadline first, each step of priority worth a second.
 
     The order is fixed at arrival and needs no aging, since all later requests have later deadlines."""
     steps = max(-_MOST_STEPS, min(_MOST_STEPS, priority))
@@ -106,15 +106,15 @@ class _TenantQueue:
 
 
 class WaitingBounds:
-    """What waits, in all queues together: bounded in requests and in tokens of their prompts, in all and by tenant. A
-    tenant with less than its share finds room where others have taken everything."""
+    """Bound what waits in all queues together: requests and tokens of their prompts, in all and by tenant. A tenant
+    below its share finds room even if others have taken everything."""
 
     def __init__(self, max_waiting: int, max_tokens: int):
         self._max, self._max_tokens = max_waiting, max_tokens
         self._num, self._num_tokens = Counter[str](), Counter[str]()  # by tenant
 
     def check(self, queued: QueuedRequest) -> None:
-        """Raises Overloaded where such a request may not wait too."""
+        """Raise Overloaded if this request may not wait too."""
         own, num = self._num[queued.tenant], self._num.total()
         num_sharing = len(self._num) + (not own)
         if not has_room(self._max, num, own, 1, num_sharing):
@@ -139,25 +139,25 @@ class WaitingBounds:
 
 
 class WaitingQueue:
-    """Requests that every worker of a role has refused.
+    """A queue of requests that every worker of a role has refused.
 
-    Tenants take turns. When there may be room, the first request of the tenant whose turn it is gets called; if it is
-    refused again, the next tenant's is called, of which a worker may need less."""
+    Tenants take turns. When there may be room, the first request of the tenant whose turn it is gets called. If it is
+    refused again, the next tenant's request is called, which may need less room."""
 
     def __init__(self, bounds: WaitingBounds, name: str, clock: Callable[[], float] = lambda: now()):
         self._bounds, self._now, self._name = bounds, clock, name
         self.refused_for = ""  # the reason of a worker's last refusal
         self._queues: dict[str, _TenantQueue] = {}  # none is empty
         self._turns = RoundRobin[str](_TURN_TOKENS, _SAVED_TOKENS)
-        self._untried: set[str] = set()  # tenants that have not been refused since something has changed
+        self._untried: set[str] = set()  # tenants whose first request was not refused since something changed
         self._arrivals = itertools.count()
         self._num = 0
         self._served_tokens = self._served_s = 0.0
-        self._served_at = 0.0  # the last time, or since when the queue has waited
+        self._served_at = 0.0  # when the last one was served, or when the empty queue was joined, whichever is later
 
     @property
     def bottleneck(self) -> str:
-        """Return what requests wait for here, one of BOTTLENECKS (baton/service/observe/bottleneck.py)."""
+        """What requests wait for here, one of BOTTLENECKS (baton/service/observe/bottleneck.py)."""
         return "kv pool" if self.refused_for == KV_FULL else self._name
 
     def is_open_to(self, tenant: str) -> bool:
@@ -168,8 +168,8 @@ class WaitingQueue:
         return self._num
 
     def join(self, queued: QueuedRequest, call: Callable[[], None], is_known: bool = False) -> QueueEntry:
-        """Return an entry. `call` is called each time it is first and there may be room. Raises Overloaded: too many
-        wait; not for one that `is_known`, since it has waited before, or has run."""
+        """Add a request and return its entry. `call` is called each time the entry is first and there may be room.
+        Raises Overloaded if too many wait, unless the request `is_known`: it has waited before, or has run."""
         if not is_known:
             self._bounds.check(queued)
         queue = self._queues.get(queued.tenant) or _TenantQueue()
@@ -188,7 +188,7 @@ class WaitingQueue:
         return self._first() is entry
 
     def call_next_tenant(self, entry: QueueEntry) -> None:
-        """Call the next tenant: there was no room for this entry, which was called or has asked once more."""
+        """Call the next tenant's first request: there was no room for this entry, which was called or asked again."""
         if self.is_first(entry):
             self._untried = set(self._queues)
         self._untried.discard(entry.queued.tenant)
@@ -196,7 +196,7 @@ class WaitingQueue:
             self._queues[tenant].entries[0].call()
 
     def leave(self, entry: QueueEntry, served: bool = True) -> None:
-        """Give up an entry. `served`: a worker took the request."""
+        """Remove an entry. `served`: a worker took the request."""
         queued = entry.queued
         entry.is_open, queue = False, self._queues[queued.tenant]
         self._bounds.remove(queued)
@@ -219,13 +219,13 @@ class WaitingQueue:
             entry.call()
 
     def wait_s(self, queued: QueuedRequest) -> float:
-        """Return how many seconds such a request would wait here, at the queue's recent speed; 0 until that is known,
-        and for a tenant that does not wait here yet, whose request asks at once."""
+        """Return how many seconds this request would wait here at the queue's recent speed. It is 0 until that is
+        known, and for a tenant of which none waits here: its request asks workers first."""
         queue = self._queues.get(queued.tenant)
         if queue is None or not self._served_tokens:
             return 0.0
         ahead = sum(entry.queued.num_tokens for entry in queue.entries if entry.order[0] <= queued.rank)
-        # Until it is served each of the others has as much as its own tenant.
+        # Until it is served, each other tenant is served as many tokens as its own.
         part = ahead + queued.num_tokens
         ahead += sum(min(part, other.num_tokens) for other in self._queues.values() if other is not queue)
         # A queue that does not move is slower than it was.
@@ -238,9 +238,11 @@ class WaitingQueue:
 
 
 class WaitingQueues:
-    """The queues: `credit` for room to decode, and then `prefill` for a worker to read the prompt. Where no worker
-    serves that could hold a request, or none has its adapter ready, it waits in `decode_start` or `prefill_start` until
-    one has started, or has; in nobody's way who can be served. They share one bound."""
+    """The queues of a model, which share one bound: `credit` for room to decode, and then `prefill` for a worker to
+    read the prompt.
+
+    If no worker that serves could hold a request, or none has its adapter ready, the request waits in `decode_start` or
+    `prefill_start` until one can. There it delays no request that can be served."""
 
     def __init__(self, max_waiting: int, max_tokens: int = 1 << 30, clock: Callable[[], float] = lambda: now()):
         names = ("decode queue", "prefill queue") * 2
@@ -252,7 +254,7 @@ class WaitingQueues:
         return sum(map(len, self._all))
 
     def check(self, queued: QueuedRequest, alone_s: float) -> None:
-        """Raises Overloaded if the queues are too long for this request; `alone_s` as in check_wait."""
+        """Raise Overloaded if the queues are too long for this request; `alone_s` as in check_wait."""
         queued.check_wait(self.credit.wait_s(queued) + self.prefill.wait_s(queued), alone_s)
 
     def call_first(self) -> None:
