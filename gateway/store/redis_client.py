@@ -1,5 +1,5 @@
-"""Connections to Redis that fail within bounds of time and bytes. Nothing that comes from there is trusted: no value,
-no length, and no announced length."""
+"""Connect to Redis within bounds of time and bytes. Nothing that comes from there is trusted: no value, no length, and
+no announced length."""
 
 import asyncio
 import functools
@@ -24,15 +24,16 @@ from redis.exceptions import (
 from baton.lines import one_line
 from gateway.store.redis_url import MALFORMED, UNKNOWN_FIELD, check_url
 
-# Out of bytes that no Redis sends redis-py raises anything; uvloop RuntimeError, out of a connection that was reset.
+# redis-py may raise anything on bytes that no Redis sends, and uvloop raises RuntimeError for a connection that was
+# reset.
 FAILURES = Exception
-MAX_REPLY_BYTES = 1 << 20  # of any call of a gateway: 4,096 names of workers
-# Of a list of 10,000 or more, which no call of a gateway has. The parser takes memory for as many as are announced: a
-# thousand million stop the event loop for 3 s, or 12 s and 7.6 GB.
+MAX_REPLY_BYTES = 1 << 20  # enough for every call of a gateway: 4,096 names of workers
+# The head of a list of 10,000 parts or more, which no call of a gateway gets. The parser allocates as many as are
+# announced: a thousand million stop the event loop for 3 s, or for 12 s with 7.6 GB.
 _LONG_LIST = re.compile(rb"[*%~>|][1-9]\d{4}")
 _TAIL_BYTES = 6
 MAX_BATCH = 256  # commands of one round trip: they take the event loop 3 ms, and 1,000 of them 11 ms
-# In our words, for operators' pages: those of Redis may repeat what it was sent.
+# Our own words for operators' pages: Redis's error messages may repeat what it was sent.
 _FAULTS = (
     (AuthenticationError, "it refuses the gateway's user or password"),
     (AuthorizationError, "it refuses the gateway's user or password"),
@@ -44,11 +45,11 @@ _FAULTS = (
 
 
 class TooMuch(InvalidResponse):
-    """A reply is longer than any that a gateway asks for."""
+    """A reply is longer than any call of a gateway needs."""
 
 
 class _Parser(DefaultParser):
-    """Refuse a reply before it takes memory."""
+    """Refuse a reply that is too long before it takes memory."""
 
     def __init__(self, most: int, **options):
         super().__init__(**options)
@@ -58,7 +59,7 @@ class _Parser(DefaultParser):
         self._left = self._most
         response = await super().read_response(*args, **options)
         if isinstance(response, ReadOnlyError):
-            raise response  # which ends the connection: after a failover the address may lead to the new master
+            raise response  # ends the connection: after a failover the address may lead to the new master
         return response
 
     async def read_from_socket(self) -> bool:
@@ -68,7 +69,7 @@ class _Parser(DefaultParser):
         self._left -= len(buffer)
         if self._left < 0 or _LONG_LIST.search(self._tail + buffer):
             raise TooMuch(f"a reply of more than {self._most} bytes, or of very many parts")
-        # Of all that came, not of this reply: what of it has not been parsed yet begins the next one.
+        # The tail of all bytes received: those that are not parsed yet begin the next reply.
         self._tail = (self._tail + buffer)[-_TAIL_BYTES:]
         self._reader.feed(buffer)
         return True
@@ -80,8 +81,8 @@ class _Parser(DefaultParser):
 def make_client(
     url: str, timeout_s: float, max_connections: int, max_reply_bytes: int = MAX_REPLY_BYTES
 ) -> redis.Redis:
-    """Return a client whose calls take `timeout_s` at most. Raises ValueError, which does not name it, for a malformed
-    URL."""
+    """Return a client whose calls take `timeout_s` at most. Raises ValueError for a malformed URL, without the URL in
+    its message."""
     check_url(url)
     try:
         # redis-py's own timeouts and retries would hold a request for half a minute.
@@ -92,25 +93,25 @@ def make_client(
             socket_timeout=timeout_s,
             socket_connect_timeout=timeout_s,
             retry=Retry(NoBackoff(), 0),
-            protocol=2,  # bit strings need no more, and it connects in one round trip less
+            protocol=2,  # enough for bit strings, and it connects in one round trip less
             parser_class=functools.partial(_Parser, max_reply_bytes),
             client_name="baton-gateway",
         )
         pool.connection_kwargs["decode_responses"] = False  # values are bytes here, whatever the URL says
-        pool.make_connection()  # which takes every field of its query, or none
-    except ValueError:  # it may hold a piece of the password
+        pool.make_connection()  # checks every field of the URL's query
+    except ValueError:  # its message may contain a piece of the password
         raise ValueError(MALFORMED) from None
     except TypeError:
         raise ValueError(UNKNOWN_FIELD) from None
-    return redis.Redis.from_pool(pool)  # which closes its connections with it
+    return redis.Redis.from_pool(pool)  # closing the client closes the pool's connections
 
 
 async def values_of(client: redis.Redis, names: Sequence[bytes], most: int) -> list[bytes | None]:
-    """Return the value of each name; None if there is none, it is no string, or longer than `most` bytes. Raises one of
+    """Return the value of each name; None for one that is missing, no string or longer than `most` bytes. Raises one of
     FAILURES."""
     try:
         found = await client.mget(names)
-    except TooMuch:  # long values: of each just enough to see that it is
+    except TooMuch:  # of long values, fetch just enough to see that they are
         async with client.pipeline(transaction=False) as batch:
             for name in names:
                 batch.getrange(name, 0, most)
@@ -123,14 +124,14 @@ async def values_of(client: redis.Redis, names: Sequence[bytes], most: int) -> l
 async def answers_of(
     client: redis.Redis, commands: Sequence[Callable[[Pipeline], object]], timeout_s: float
 ) -> list[object]:
-    """Return the answer to each command, for all of which there are a few round trips. Raises one of FAILURES, after
-    which any of them may have been carried out."""
+    """Return the answer to each command; all of them take a few round trips. Raises one of FAILURES, after which any of
+    the commands may have been carried out."""
     answers = []
     for begin in range(0, len(commands), MAX_BATCH):
         async with client.pipeline(transaction=False) as batch:
             for command in commands[begin : begin + MAX_BATCH]:
                 command(batch)
-            async with asyncio.timeout(timeout_s):  # of all answers: each has as long
+            async with asyncio.timeout(timeout_s):  # for all answers together: each one alone may take as long
                 answers += await batch.execute(raise_on_error=False)
     for answer in answers:
         if isinstance(answer, Exception):
@@ -139,7 +140,7 @@ async def answers_of(
 
 
 def fault_of(error: Exception) -> str:
-    """Return what is wrong with a Redis that fails so."""
+    """Return what is wrong with a Redis whose call fails with this error."""
     return next((words for kind, words in _FAULTS if isinstance(error, kind)), "it does not answer")
 
 

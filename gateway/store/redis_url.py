@@ -1,5 +1,4 @@
-"""The URL of a Redis, which may hold a password: what of it may be shown, and what is wrong with it without showing
-it."""
+"""Check and show the URL of a Redis without showing the password that it may hold."""
 
 import re
 from urllib.parse import parse_qsl, urlencode, urlsplit
@@ -9,12 +8,12 @@ MALFORMED = (
     "percent-encode `/`, `?`, `#` and `@` in the password"
 )
 UNKNOWN_FIELD = "a Redis URL with a field behind `?` that is none of redis-py's, or is one of TLS without rediss://"
-_DATABASE = re.compile(r"(/\d*)?/?", re.ASCII)  # of any other path redis-py takes the digits, or database 0
+_DATABASE = re.compile(r"(/\d*)?/?", re.ASCII)  # redis-py would take the digits of any other path, or database 0
 
 
 def check_url(url: str) -> None:
-    """Raises ValueError, which does not name it, for a URL whose password ends early: its rest would pass for a path,
-    and its beginning for the host that is shown."""
+    """Raise ValueError, without the URL in its message, for a malformed URL or one whose password ends early: the rest
+    of the password would pass for a path, and its beginning for the host that is shown."""
     try:
         parts = urlsplit(url)
     except ValueError:
@@ -27,8 +26,7 @@ def check_url(url: str) -> None:
 
 
 def without_password(url: str) -> str:
-    """Return the URL without what its user alone may know: user and passwords, which redis-py takes from the query
-    too."""
+    """Return the URL without users and passwords, which redis-py also takes from the query."""
     parts = urlsplit(url)
     fields = [(name, value) for name, value in parse_qsl(parts.query) if name != "username" and "password" not in name]
     shown = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
