@@ -1,4 +1,4 @@
-"""Who may name which adapter.
+"""Read which tenants may name which adapter.
 
 support-bot = ["acme", "default"]        # an adapter that is not in the file is for all
 """
@@ -11,7 +11,7 @@ from baton.service.settings import SettingsError
 
 
 def read_adapter_tenants(path: Path | None) -> Mapping[str, frozenset[str]]:
-    """Return the tenants by the adapter's name. Raises SettingsError: one line."""
+    """Return the allowed tenants by adapter name. Raises SettingsError, one line."""
     if path is None:
         return {}
     try:

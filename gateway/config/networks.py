@@ -1,4 +1,4 @@
-"""The networks in which workers may register: a gateway dials no other address for them."""
+"""The networks in which workers may register: a gateway dials no address outside them for a worker."""
 
 import ipaddress
 import socket
@@ -8,10 +8,11 @@ _Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 
 class Networks:
-    """`in` says whether an IP address, as text, is within one of them."""
+    """A set of networks: `in` says whether an IP address, as text, is within one of them."""
 
     def __init__(self, cidrs: Sequence[str] = ()):
-        """None: this host alone, on any of its addresses. Raises ValueError, one line."""
+        """Allow these networks or, without any, this host alone, on any of its addresses. Raises ValueError, one
+        line."""
         self._networks = [ipaddress.ip_network(cidr, strict=False) for cidr in cidrs]
 
     def __contains__(self, host: str) -> bool:
@@ -29,7 +30,7 @@ class Networks:
 
 
 def _is_own(address: _Address) -> bool:
-    """Return whether an address is one of this host: only to those can a socket be bound."""
+    """Return whether an address is one of this host's: a socket can be bound to no other."""
     if address.is_unspecified or address.is_multicast:
         return False
     family = socket.AF_INET if address.version == 4 else socket.AF_INET6

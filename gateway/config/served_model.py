@@ -1,4 +1,4 @@
-"""Bounds of a request: the served model, and presets of limits."""
+"""What requests are validated against: the served model, and presets of limits."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -14,9 +14,9 @@ class RequestLimits:
 
     choices: int = 8
     output_tokens: int = 524_288  # n x max_tokens
-    max_tokens: int = 524_288  # more than any client is known to ask for (393,216)
+    max_tokens: int = 524_288  # no client is known to ask for more than 393,216
     default_max_tokens: int = 65_536  # at most, whatever the model's own default is
-    output_logprobs: int = 1_441_792  # (k + 2) x n x max_tokens: they make about 15 MiB of a Complete
+    output_logprobs: int = 1_441_792  # (k + 2) x n x max_tokens: about 15 MiB of a Complete message
     logprobs: int = 20
     prompt_logprobs: int = MAX_PROMPT_LOGPROBS  # (k + 1) x tokens of the prompt
     stops: int = 16
@@ -49,27 +49,27 @@ PRESETS = {
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """The served model, as far as requests depend on it."""
+    """What requests depend on of a model and its workers."""
 
     name: str
-    context: int  # what the longest decode worker holds; before all have said that, the model's where it is more
+    context: int  # the longest that a decode worker holds; the model's, if longer, until all workers have said
     vocab_size: int
     eos_ids: frozenset[int]
     defaults: Defaults
     slo_classes: frozenset[str] = frozenset(BUILT_IN)
-    proposers: frozenset[str] | None = None  # that decode workers run; None: not all workers have said yet
-    is_whole: bool = True  # no decode worker may come that has never said what it holds
+    proposers: frozenset[str] | None = None  # run by decode workers; None: not all workers have said yet
+    is_whole: bool = True  # every decode worker has said what it holds
     limits: RequestLimits = PRESETS["normal"]
     is_bound_by_workers: bool = False
-    # That decode workers hold, the shortest first; the last one is `context`, where all have said.
+    # The contexts that decode workers hold, the shortest first; the last one is `context` once all have said.
     lengths: tuple[int, ...] = ()
-    # That decode workers hold: identity by name.
+    # Adapters that decode workers hold: identity by name.
     adapters: Mapping[str, bytes] = field(default_factory=dict[str, bytes])
-    # Who may name one; not in there: all.
+    # Tenants that may name an adapter; all may name one that is not in here.
     adapter_tenants: Mapping[str, frozenset[str]] = field(default_factory=dict[str, frozenset[str]])
 
     def seen_by(self, tenant: str) -> "ServedModel":
-        """Return the model with the adapters that a tenant may name."""
+        """Return the model with only the adapters that a tenant may name."""
         if not self.adapters or not self.adapter_tenants:
             return self
         allowed = {
@@ -78,14 +78,14 @@ class ServedModel:
         return replace(self, adapters=allowed)
 
     def find(self, asked: str) -> bytes | None:
-        """Return the identity of the adapter that a request names, by its name or as `model:adapter`, b"" for the model
-        itself; None: neither is served."""
+        """Return the identity of the adapter that a request names, by its name or as `model:adapter`; b"" for the model
+        itself; None if nothing of that name is served."""
         if asked in ("", self.name):
             return b""
         return self.adapters.get(asked) or self.adapters.get(asked.removeprefix(f"{self.name}:"))
 
     @property
     def context_words(self) -> str:
-        """Name what `context` is, for errors, in words that clients look for."""
+        """What `context` is, for errors, in words that clients search for."""
         known = "the maximum context length"
         return f"{known} that a decode worker here holds" if self.is_bound_by_workers else known

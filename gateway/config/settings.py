@@ -171,7 +171,7 @@ class GatewaySettings(Exposure):
                     raise ValueError(f"--{role}-workers: {error}") from None
 
     def _check_numbers(self) -> None:
-        """Raise ValueError for what is too low, or not a number."""
+        """Raise ValueError for a number that is too low, or is NaN."""
         over_0 = (
             "max_concurrent_requests",
             "max_queued_tokens",
@@ -200,20 +200,20 @@ class GatewaySettings(Exposure):
 
     @property
     def models(self) -> Mapping[str | None, Path]:
-        """The folders or files of models by name; None: that of a single one, by its folder's name. Raises
+        """The folders or files of models by name; the name None stands for that of a single model's folder. Raises
         ValueError."""
         return named_models(str(self.model))
 
     def model_identities(self) -> ModelIdentities:
-        """Return which models workers may serve."""
+        """Return the list of models that workers may serve. Raises ValueError."""
         return ModelIdentities(self.model_identity, bool(self.prefill_workers or self.decode_workers))
 
     @property
     def is_loopback(self) -> bool:
-        """Return whether clients can only come from this host."""
+        """Whether clients can only come from this host."""
         return all(map(is_loopback, self._listens.values()))
 
     @property
     def _listens(self) -> dict[str, str]:
-        """Return the addresses for clients, by flag."""
+        """The addresses for clients, by flag."""
         return {"--listen": self.listen, **({"--http": self.http} if self.http else {})}

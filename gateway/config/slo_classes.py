@@ -1,4 +1,4 @@
-"""Service levels by name: the built-in table, or the operator's file."""
+"""Latency goals of service classes by name: the built-in table, or the operator's file."""
 
 import tomllib
 from collections.abc import Mapping
@@ -13,12 +13,12 @@ BUILT_IN: Mapping[str, Slo] = {
     "standard": Slo(ttft_s=1.0, tpot_s=0.1),
     "batch": Slo(),
 }
-_MAX_CLASSES = 16  # each is a label value of metrics
+_MAX_CLASSES = 16  # each one is a value of a metric's label
 
 
 def read_classes(path: Path | None) -> Mapping[str, Slo]:
-    """Read a TOML file of lines `name = "ttft=300ms,tpot=50ms"` (empty: no bound), which replaces the built-in table;
-    None: return that table. Raises SettingsError: one line."""
+    """Return the classes of a TOML file of lines `name = "ttft=300ms,tpot=50ms"` (empty: no bound), or the built-in
+    ones without a file. Raises SettingsError, one line."""
     if path is None:
         return BUILT_IN
     try:
