@@ -1,25 +1,25 @@
-"""Measured speed of workers: seconds of a prompt by its tokens, of an output token by the sequences beside it, of moved
-KV by its bytes. These dependences are fitted to the samples of all workers, and each worker has a factor by which it is
+"""The measured speed of workers: seconds of a prompt by its tokens, of an output token by the sequences beside it, of
+moved KV by its bytes. A line is fitted to the samples of all workers, and each worker has a factor by which it is
 slower."""
 
 from typing import NamedTuple
 
-_HALF_LIFE_S = 30.0  # after which a sighting counts half as much
-_LEAST_WEIGHT = 0.5  # a fit of less weight, which is old, is not trusted
-# Imagined sightings of a worker as fast as the others, added to its own. Lines fitted to the few sightings
-# of one worker differ by chance: in bench/routing.py the one that had looked slow got a quarter of the mean's requests,
-# the one that had looked fast 1.37 times the mean.
+_HALF_LIFE_S = 30.0  # after which a sample counts half as much
+_LEAST_WEIGHT = 0.5  # a fit with less weight has only old samples, and is not trusted
+# Imagined samples of a worker as fast as the others, added to its own. Lines fitted to the few samples of one worker
+# differ by chance: in bench/routing.py the one that had looked slow got a quarter of the mean's requests, the one that
+# had looked fast 1.37 times the mean.
 _PRIOR_SIGHTINGS = 8.0
-_RIDGE = 0.05  # of the mean's square: how far the samples must spread before their slope is believed
-_MOST_OFF = 4.0  # one stall may not pass for a slow worker; a worker that is slow passes in a few samples
-_PACE_S = 0.5  # between two looks at what the fleet has shown
-_LONGEST_S = 3600.0  # what takes longer, or is no number, was not measured
-_RATED_TOKENS = 128  # a shorter prompt says more of the round trips than of the rate
+_RIDGE = 0.05  # share of the squared mean: how far the samples must spread before their slope counts
+_MOST_OFF = 4.0  # a single stall must not look like a slow worker; a slow worker still shows after a few samples
+_PACE_S = 0.5  # how long an estimate is reused
+_LONGEST_S = 3600.0  # a longer time, or NaN, is no measurement
+_RATED_TOKENS = 128  # a shorter prompt says more about round trips than about the rate
 
 
 class Pace(NamedTuple):
-    """Seconds: a fixed part and a part for each token, sequence or byte. The defaults hold until something is measured;
-    `byte_s` 0: nothing is, and routing goes by where the two workers are."""
+    """Costs in seconds: a fixed part and a part for each token, sequence or byte. The defaults hold until something is
+    measured. While `byte_s` is 0, routing goes by where the two workers are."""
 
     prompt_s: float = 0.005
     token_s: float = 1 / 5_000
@@ -33,13 +33,13 @@ class Pace(NamedTuple):
         return self.prompt_s + self.token_s * num_tokens
 
     def tpot_s(self, num_sequences: float) -> float:
-        """Return the seconds of one output token of each of `num_sequences`."""
+        """Return the seconds of one output token of each of `num_sequences` in a batch."""
         return self.step_s + self.sequence_s * num_sequences
 
 
 class Fit:
-    """Least squares y = base + slope x with base and slope >= 0, over samples whose weight halves every 30 s. If all x
-    are equal, the slope is that of a line from (0, the prior base)."""
+    """A least-squares fit y = base + slope x with base and slope >= 0, over samples whose weight halves every 30 s. If
+    all x are equal, the slope is that of a line from (0, the prior base)."""
 
     __slots__ = ("base", "slope", "_prior_base", "_sums", "_at")
 
@@ -68,7 +68,7 @@ class Fit:
 
 
 class _Factor:
-    """The factor by which a worker is slower than expected, by its recent sightings; 1 without any."""
+    """The factor by which a worker is slower than expected, by its recent samples; 1 without any."""
 
     __slots__ = ("_weight", "_seconds", "_expected_s", "_at")
 
@@ -90,7 +90,7 @@ class _Factor:
 
 
 class PaceEstimator:
-    """The speed of one worker, among those whose samples `fleet` has too; `fleet` None: of all workers."""
+    """Estimate the speed of one worker, relative to `fleet`; with `fleet` None, that of a whole fleet."""
 
     def __init__(self, fleet: "PaceEstimator | None" = None):
         default = Pace()
@@ -104,23 +104,23 @@ class PaceEstimator:
         self._pace, self._pace_at = default, -_PACE_S
 
     def note_prefill(self, num_tokens: int, seconds: float, at: float) -> None:
-        """Count a measurement: computing `num_tokens` of a prompt took `seconds`."""
+        """Add a sample: computing `num_tokens` of a prompt took `seconds`."""
         if num_tokens >= _RATED_TOKENS and 0 < seconds < _LONGEST_S:
             self._note("prefill", num_tokens, seconds, at)
 
     def note_decode(self, num_sequences: int, tpot_s: float, at: float) -> None:
-        """Count a measurement: a token of one of `num_sequences` took `tpot_s`."""
+        """Add a sample: each token of one of `num_sequences` took `tpot_s`."""
         if 0 < tpot_s < _LONGEST_S:
             self._note("decode", num_sequences, tpot_s, at)
 
     def note_transfer(self, num_bytes: int, seconds: float, at: float) -> None:
-        """Count a measurement of the bytes that were left when the prompt had been read; earlier ones were hidden, and
-        waited for it."""
+        """Add a sample: moving `num_bytes` took `seconds`. These are the bytes left when the prompt had been read;
+        earlier ones moved while it was read."""
         if 0 < seconds < _LONGEST_S:
             self._note("transfer", num_bytes, seconds, at)
 
     def pace(self, at: float) -> Pace:
-        """Return the costs as of now, or of a moment ago."""
+        """Return the costs at `at`, or as they were _PACE_S before at most."""
         if at - self._pace_at >= _PACE_S:
             self._pace, self._pace_at = self._pace_now(at), at
         return self._pace
@@ -150,7 +150,7 @@ class PaceEstimator:
 
 
 class RecentLoad:
-    """Seconds of work given to a worker recently, as a share of its time: 1 is all of it."""
+    """The work given to a worker recently, as a share of its time."""
 
     __slots__ = ("_seconds", "_at")
 
@@ -158,11 +158,12 @@ class RecentLoad:
         self._seconds = self._at = 0.0
 
     def add(self, seconds: float, at: float) -> None:
-        """Add work, or take it out again where `seconds` are negative."""
+        """Add `seconds` of work, or remove them if they are negative."""
         self._seconds, self._at = max(0.0, self._left(at) + seconds), at
 
     def utilization(self, at: float) -> float:
-        # Work that comes evenly settles at half-life / ln 2 seconds of it.
+        """Return the share of its time that the worker was given work for; 1 is all of it."""
+        # A worker that is always busy settles at half-life / ln 2 seconds.
         return self._left(at) * 0.693 / _HALF_LIFE_S
 
     def _left(self, at: float) -> float:
@@ -170,5 +171,5 @@ class RecentLoad:
 
 
 def _kept(then: float, at: float) -> float:
-    """Return the share of a sighting's weight that is left at `at`."""
+    """Return the share of a sample's weight that is left at `at`."""
     return 0.5 ** (max(0.0, at - then) / _HALF_LIFE_S)

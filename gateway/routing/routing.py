@@ -1,8 +1,9 @@
 """Choose the workers for a request: a pure function of what is cached where, how busy each worker is, and how fast it
 has been.
 
-Every way is priced in seconds: until the first token, from there to the last, and how much longer others wait for it. A
-request looks at a bounded number of workers (`shortlist`), so a decision costs the same among eight and a thousand.
+Every route is priced in seconds: until the first token, from there to the last, and how much longer other requests wait
+because of it. A request looks at a bounded number of workers (`shortlist`), so a decision costs the same among eight
+and a thousand.
 """
 
 import random
@@ -15,66 +16,67 @@ from baton.service.slo import Slo
 from gateway.routing.latency_model import Pace
 from kvtransfer.naming import RUNS_TRANSPORTS, SAME_HOST_TRANSPORTS
 
-# Up to here the round trips of a split cost more than reading the prompt beside the running batch.
+# Up to this length the round trips of a split cost more than reading the prompt beside the running batch.
 SHORT_TOKENS = 64
-# Refusals of a worker that can never take the request, however long it waits there.
+# Refusals by a worker that can never take the request, however long it waits.
 NEVER_HERE = frozenset((TOO_LONG, NO_ADAPTER))
-# Refusals for want of the request's adapter alone: others may find room all the while.
+# Refusals because of the request's adapter alone: other requests may find room meanwhile.
 AWAITS_ADAPTER = frozenset((ADAPTER_LOADING, ADAPTER_SLOTS))
-# Workers of a role that a request looks at: those that hold the longest prefixes, and some drawn by chance. Drawn ones
-# keep gateways that know nothing of each other from all choosing the same (Mitzenmacher, The Power of Two Choices).
+# How many workers of a role a request looks at: those that hold the longest prefixes, and some drawn by chance. The
+# drawn ones keep gateways that know nothing of each other from all choosing the same worker (Mitzenmacher, The Power of
+# Two Choices).
 NUM_HOLDERS, NUM_DRAWN = 6, 10
 _ALL = NUM_HOLDERS + NUM_DRAWN
 # Two round trips more than on one worker: Accepted and Fetch, Done and Start.
 _HOP_S = 0.002
-# Pulling a prefix: an Offer and a dialogue, then bytes. Until the bytes are measured: on one host at less than
+# Pulling a prefix: an Offer and a dialogue, then bytes. The rates hold until bytes are measured: on one host less than
 # half of what bench/handoff.py sees through shared memory, since others move KV too; between hosts what 10 GbE carries.
 _PULL_S = 0.005
 _HERE_BYTE_S, _BYTE_S = 1 / 2e9, 1 / 1e9
-_NUM_PULLED_FROM = 3  # holders that are priced as a source, the longest prefixes first
-# The weight of a second beyond what a class was promised, of this request or of one that runs.
+_NUM_PULLED_FROM = 3  # holders of the longest prefixes that are priced as a source
+# The weight of a second beyond the bound of a class, of this request's or of one that runs.
 _LATE = 4.0
-_ADAPTER_S = 0.1  # to make an adapter ready, in place of another
-_FULL_S = 10.0  # a worker that has no room would refuse: any other first
+_ADAPTER_S = 0.1  # to load an adapter in place of another
+_FULL_S = 10.0  # added for a worker without room, which would refuse: any other comes first
 Item = TypeVar("Item")
 
 
 class WorkerLimits(NamedTuple):
-    """The size of requests that a worker can hold, as it says in Hello."""
+    """The requests that a worker can hold, as it says in Hello."""
 
     max_model_len: int
     num_blocks: int = 0  # of KV; 0: it does not say
     block_size: int = 0
-    features: frozenset[str] = frozenset()  # what it can do that some requests need
+    features: frozenset[str] = frozenset()  # those that some requests need
 
 
 class Candidate(NamedTuple):
-    """A serving worker. Counts are of tokens and sequences; `kv_gives` and `kv_takes` are opaque words: KV of one
-    worker can feed another if they have one in common."""
+    """A serving worker, as routing sees it. `kv_gives` and `kv_takes` are opaque labels: KV of one worker can feed
+    another if they have a label in common."""
 
     name: str
     num_matched_tokens: int
     num_sequences: int
-    num_waiting_tokens: int  # of prompts, to be read there before another's
+    num_waiting_tokens: int  # of prompts that are read there before a new one
     limits: WorkerLimits
     kv_gives: frozenset[str]
     kv_takes: frozenset[str]
     transports: frozenset[str]
     host_id: str
-    kv_token_bytes: int = 0  # of KV, all layers; 0: it does not say
-    num_free_tokens: int | None = None  # that new KV has room for; None: it has not said
+    kv_token_bytes: int = 0  # of KV in all layers; 0: it does not say
+    num_free_tokens: int | None = None  # room for new KV; None: it has not said
     max_sequences: int | None = None
-    tightest_tpot_s: float | None = None  # promised to those that run there
-    utilization: float = 0.0  # the share of its time that it worked recently
+    tightest_tpot_s: float | None = None  # the strictest bound of the requests that run there
+    utilization: float = 0.0  # share of its time that it was given work for recently
     pace: Pace = Pace()
-    lacks_adapter: bool = False  # holds the one that the request names, in no slot
-    kv_layout: bytes = b""  # opaque: of two that are equal the blocks are alike; empty: it keeps a state too
-    no_kv_from: frozenset[str] = frozenset()  # names of workers whose KV does not come to it for now
+    lacks_adapter: bool = False  # it holds the request's adapter, but in no slot
+    kv_layout: bytes = b""  # opaque: equal layouts have equal blocks; empty: it keeps a state too
+    no_kv_from: frozenset[str] = frozenset()  # names of workers from which KV does not reach it for now
 
 
 class RoutingRequest(NamedTuple):
-    """A request as routing sees it: `num_tokens` to read now, which may grow to `max_len` and likely do by
-    `num_output`, in each of `num_choices`."""
+    """A request as routing sees it: `num_tokens` to read now, at most `max_len` in the end, and likely `num_output`
+    more, in each of `num_choices`."""
 
     num_tokens: int
     max_len: int
@@ -82,15 +84,17 @@ class RoutingRequest(NamedTuple):
     slo: Slo = Slo()
     num_choices: int = 1
     tenant: str = DEFAULT_TENANT
-    features: frozenset[str] = frozenset()  # that its workers must have
-    adapter: bytes = b""  # identity of the one that it names
+    features: frozenset[str] = frozenset()  # those that its workers must have
+    adapter: bytes = b""  # identity of the adapter that it names
 
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """`prefill` is None when the decode worker reads the prompt itself. `reason` is a short stable word; `alternative`
-    the best of the other way: "PREFILL > DECODE", "DECODE alone" or "none", and `alternative_s` what it would have
-    cost. `ttft_s` and `tpot_s` are predicted; `alone_ttft_s` and `alone_tpot_s` too, had these workers been idle."""
+    """The chosen workers; `prefill` is None if the decode worker reads the prompt itself.
+
+    `reason` is a short stable word. `alternative` is the best route of the other kind, "PREFILL > DECODE", "DECODE
+    alone" or "none", and `alternative_s` its cost. `ttft_s` and `tpot_s` are predicted; `alone_ttft_s` and
+    `alone_tpot_s` are what they would be if these workers were idle."""
 
     prefill: str | None
     decode: str
@@ -102,9 +106,11 @@ class Decision:
     tpot_s: float = field(default=0.0, compare=False)
     alone_ttft_s: float = field(default=0.0, compare=False)
     alone_tpot_s: float = field(default=0.0, compare=False)
-    num_matched_tokens: int = field(default=0, compare=False)  # of the worker that reads the prompt, by the index
-    prefill_s: float = field(default=0.0, compare=False)  # of its worker's time, for the prompt
-    decode_s: float = field(default=0.0, compare=False)  # of the decode worker's, for the answer: its part of the steps
+    num_matched_tokens: int = field(default=0, compare=False)  # on the worker that reads the prompt, by the index
+    prefill_s: float = field(default=0.0, compare=False)  # time of the worker that reads the prompt
+    decode_s: float = field(
+        default=0.0, compare=False
+    )  # time of the decode worker for the answer: the request's part of the steps
 
     @property
     def is_local(self) -> bool:
@@ -112,11 +118,11 @@ class Decision:
 
 
 class NoRoute(Exception):
-    """No worker can serve this; the message is one line that says why."""
+    """No worker can serve the request; the message says why, on one line."""
 
 
 class _Route(NamedTuple):
-    """The workers of a request, or one alone, priced."""
+    """A route with its price: a prefill and a decode worker, or a decode worker that does both."""
 
     cost_s: float
     prefill: Candidate | None
@@ -130,7 +136,8 @@ class _Route(NamedTuple):
 
 
 class _PrefillCost(NamedTuple):
-    """A prompt on one worker: `cost_s` until its first token and what others wait for it, `ttft_s` the first alone."""
+    """The price of reading a prompt on one worker: `ttft_s` until its first token; `cost_s` also counts what others
+    wait for it."""
 
     cost_s: float
     worker: Candidate
@@ -141,8 +148,8 @@ class _PrefillCost(NamedTuple):
 def shortlist(
     holders: Iterable[Item], everyone: Sequence[Item], is_usable: Callable[[Item], bool], rng: random.Random
 ) -> list[Item]:
-    """Return the workers that a request looks at, of `everyone` (all serve and can hold it): the first of `holders`
-    (the longest prefix first), and some drawn by chance; all if they are few."""
+    """Return the workers that a request looks at: all of `everyone` (which serve and can hold it) if these are few,
+    else the first of `holders` (the longest prefix first) and some drawn by chance."""
     if len(everyone) <= _ALL:
         return [item for item in everyone if is_usable(item)]
     chosen: dict[Item, None] = {}
@@ -161,14 +168,14 @@ def shortlist(
 
 
 def can_prefill(request: RoutingRequest, limits: WorkerLimits) -> bool:
-    """Return whether a prefill worker can read the prompt and draw one token. How long the answer gets concerns its
-    taker only."""
+    """Return whether a prefill worker can read the prompt and draw one token. The length of the answer concerns only
+    the decode worker."""
     return request.num_tokens < limits.max_model_len and request.features <= limits.features
 
 
 def can_decode(request: RoutingRequest, limits: WorkerLimits) -> bool:
-    """Return whether a decode worker can hold a request to its end, alone if need be: the longest it may become, and
-    behind the whole blocks of its prompt a block for each choice. Its own length never ends an answer."""
+    """Return whether a decode worker can hold a request to its end, even alone: at its longest, with the whole blocks
+    of its prompt and one block more for each choice. A worker's limits thus never end an answer."""
     if request.max_len > limits.max_model_len or not request.features <= limits.features:
         return False
     if not limits.num_blocks or not limits.block_size:
@@ -180,10 +187,10 @@ def can_decode(request: RoutingRequest, limits: WorkerLimits) -> bool:
 def choose(
     request: RoutingRequest, prefill: Sequence[Candidate], decode: Sequence[Candidate], split: str = "auto"
 ) -> Decision:
-    """Return the workers for a request, which can all hold it.
+    """Return the workers for a request.
 
-    Prefixes that a prefill worker could pull from any of them are priced in. A prompt that is too long for every
-    prefill worker that fits is read where it decodes, whatever `split` says. Raises NoRoute."""
+    The price of a prefill worker counts the prefix that it could pull from another of these workers. A prompt that is
+    too long for every prefill worker is read where it decodes, whatever `split` says. Raises NoRoute."""
     if not decode:
         raise NoRoute("no decode worker serves")
     decode = [worker for worker in decode if can_decode(request, worker.limits)]
@@ -215,7 +222,8 @@ def choose(
 def choose_prefill_for_taker(
     request: RoutingRequest, prefill: Sequence[Candidate], taker: Candidate
 ) -> Candidate | None:
-    """Return the best prefill worker that can read the prompt, for a decode worker that is chosen already, or None."""
+    """Return the best prefill worker for a decode worker that was chosen before, or None if none can read the
+    prompt."""
     route = _best_pair(
         request, [worker for worker in prefill if can_prefill(request, worker.limits)], [taker], {taker.name: 0.0}
     )
@@ -223,22 +231,23 @@ def choose_prefill_for_taker(
 
 
 def choose_prefill_worker(request: RoutingRequest, prefill: Sequence[Candidate]) -> Candidate | None:
-    """Return the prefill worker that reads a prompt soonest which nobody takes over, or None: none can."""
+    """Return the prefill worker that is cheapest for a prompt whose KV nobody takes over, or None if none can read
+    it."""
     costs = [_remote_prefill_cost(request, worker, ()) for worker in prefill if can_prefill(request, worker.limits)]
     best = min(costs, key=lambda cost: (cost.cost_s, cost.worker.name), default=None)
     return best and best.worker
 
 
 def choose_holder(taker: Candidate, holders: Iterable[Candidate]) -> Candidate | None:
-    """Return the worker with a longer prefix than `taker` whose pulling saves the most time over computing it (of
-    equals the first by name); None: none saves any."""
+    """Return the worker with a longer prefix than `taker`'s from which pulling it saves most time over computing it (of
+    equals the first by name), or None if none saves any."""
     gains = [(_gain_s(taker, holder), holder) for holder in holders]
     gain_s, best = min(gains, key=lambda each: (-each[0], each[1].name), default=(0.0, None))
     return best if gain_s > 0 else None
 
 
 def compatible(source: Candidate, taker: Candidate) -> bool:
-    """Return whether KV of one can feed the other, converted if their forms differ, over a common transport."""
+    """Return whether KV of `source` can feed `taker`, converted if their forms differ, over a common transport."""
     if source.kv_gives.isdisjoint(taker.kv_takes) or source.name == taker.name or source.name in taker.no_kv_from:
         return False
     shared = source.transports & taker.transports
@@ -251,7 +260,7 @@ def compatible(source: Candidate, taker: Candidate) -> bool:
 
 
 def _gain_s(taker: Candidate, holder: Candidate) -> float:
-    """Return the seconds that pulling the prefix of `holder` saves."""
+    """Return the seconds that `taker` saves by pulling the prefix of `holder`; negative if it costs more."""
     num_tokens = holder.num_matched_tokens - taker.num_matched_tokens
     if num_tokens <= 0 or not holder.kv_token_bytes or not compatible(holder, taker):
         return 0.0
@@ -264,7 +273,8 @@ def _byte_s(source: Candidate, taker: Candidate) -> float:
 
 
 def _prefill_cost(request: RoutingRequest, worker: Candidate, gain_s: float, num_beside: float) -> _PrefillCost:
-    """Return the prompt priced on `worker`; `num_beside`: sequences that wait while it is read."""
+    """Return the price of reading the prompt on `worker`. `gain_s`: seconds saved by pulling a prefix; `num_beside`:
+    sequences that wait meanwhile."""
     pace, missing = worker.pace, request.num_tokens - worker.num_matched_tokens
     prefill_s = max(pace.prefill_s(missing) - gain_s, pace.prompt_s)
     ttft_s = worker.num_waiting_tokens * pace.token_s + prefill_s
@@ -274,13 +284,14 @@ def _prefill_cost(request: RoutingRequest, worker: Candidate, gain_s: float, num
 
 
 def _prefix_holders(workers: Iterable[Candidate]) -> list[Candidate]:
-    """Return the workers that a prefix could be pulled from, longest first, and only a few."""
+    """Return the few workers with the longest prefixes, from which one could be pulled, the longest first."""
     holders = [worker for worker in workers if worker.num_matched_tokens]
     return sorted(holders, key=lambda worker: (-worker.num_matched_tokens, worker.name))[:_NUM_PULLED_FROM]
 
 
 def _remote_prefill_cost(request: RoutingRequest, worker: Candidate, holders: Sequence[Candidate]) -> _PrefillCost:
-    """Return the price of reading there; a worker that was busy recently is likelier to be wanted by others soon."""
+    """Return the price of reading the prompt on a prefill worker. One that was busy recently costs more, since others
+    likely want it soon."""
     cost = _prefill_cost(
         request, worker, max((0.0, *(_gain_s(worker, holder) for holder in holders))), worker.utilization
     )
@@ -290,10 +301,10 @@ def _remote_prefill_cost(request: RoutingRequest, worker: Candidate, holders: Se
 def _best_pair(
     request: RoutingRequest, prefill: Sequence[Candidate], decode: Sequence[Candidate], decode_costs: dict[str, float]
 ) -> _Route | None:
-    """Return the cheapest pair that fits, or None.
+    """Return the cheapest pair of workers between which KV can move, or None.
 
-    Both sides are in order of their own prices (of equals the first by name), so that a choice can be explained. A pair
-    never adds a negative price, so the search ends where these alone exceed the best so far."""
+    Both sides are sorted by their own prices (equals by name), so that a choice can be explained. The price of a pair
+    is never below the sum of both, so the search ends where this sum exceeds the best price so far."""
     holders = _prefix_holders((*prefill, *decode))
     costs = [_remote_prefill_cost(request, worker, holders) for worker in prefill]
     costs.sort(key=lambda cost: (cost.cost_s, cost.worker.name))
@@ -313,30 +324,30 @@ def _best_pair(
 
 
 def _unhidden_s(request: RoutingRequest, cost: _PrefillCost, taker: Candidate) -> float:
-    """Return the seconds by which KV delays the second token: it moves while the prompt is read."""
+    """Return the seconds by which moving KV delays the second token, beyond those hidden behind reading the prompt."""
     num_bytes = (request.num_tokens - taker.num_matched_tokens) * taker.kv_token_bytes
     return taker.pace.moved_s + max(0.0, num_bytes * _byte_s(cost.worker, taker) - cost.prefill_s)
 
 
 def _is_ready(worker: Candidate, apart: _Route) -> bool:
-    """Return whether `worker` does nothing and holds more of the prompt than the one that would read it `apart`.
+    """Return whether `worker` is idle and holds more of the prompt than the prefill worker of the route `apart`.
 
-    That one computes more, or waits for the rest from others; for those who may come to `worker` meanwhile, which its
-    utilization stands for, no request that is here pays."""
+    That prefill worker would compute more, or wait for KV of others. The utilization of `worker` stands for requests
+    that may come to it meanwhile; no request that is here now pays for them."""
     is_idle = not worker.num_sequences and not worker.num_waiting_tokens
     return is_idle and apart.prefill is not None and worker.num_matched_tokens > apart.prefill.num_matched_tokens
 
 
 def _alone(request: RoutingRequest, worker: Candidate, decode_s: float) -> _Route:
-    """Return the route over one worker: all that runs there waits while the prompt is read, in one piece or in chunks
+    """Return the route over one worker. All sequences there wait while the prompt is read, in one piece or in chunks
     between steps."""
     cost = _prefill_cost(request, worker, 0.0, worker.num_sequences + worker.utilization)
     return _Route(cost.cost_s + decode_s, None, worker, cost.ttft_s, cost.prefill_s)
 
 
 def _decode_cost_s(request: RoutingRequest, worker: Candidate) -> float:
-    """Return the seconds from the first token to the last, how much longer others take for it, and what breaks a
-    promise."""
+    """Return the price of decoding on a worker: seconds from the first token to the last, how much longer others take
+    because of it, and penalties for missed bounds and missing room."""
     pace, num_beside = worker.pace, worker.num_sequences
     tpot_s = pace.tpot_s(num_beside + 1)
     cost_s = request.num_output * (tpot_s + pace.sequence_s * (num_beside + worker.utilization))
@@ -356,7 +367,7 @@ def _late_s(predicted_s: float, bound_s: float | None, times: float) -> float:
 
 
 def needs(request: RoutingRequest) -> str:
-    """Say what can_decode asks for, for errors."""
+    """Describe what can_decode asks for, for errors."""
     choices = f" in {request.num_choices} choices" if request.num_choices > 1 else ""
     features = f" and has {', '.join(sorted(request.features))}" if request.features else ""
     return f"{request.max_len} tokens{choices}{features}"
