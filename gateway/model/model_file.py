@@ -1,4 +1,4 @@
-"""Read a model as the gateway is given it: a folder, or a .gguf file, whose metadata say the same."""
+"""Read a model that the gateway is given: a folder, or a .gguf file whose metadata say the same."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -9,7 +9,7 @@ from baton.tokenizer.gguf_tokenizer import tokenizer_json
 from gateway.model.model_folder import Defaults, ModelFolder, read_folder
 
 EMBEDDING = "token_embd.weight"
-# What chat templates call a token -> what the format does; one of its names is misspelt.
+# Name of a token in chat templates -> in the format, which misspells one of its names.
 SPECIAL = {
     "bos_token": "bos",
     "eos_token": "eos",
@@ -20,7 +20,7 @@ SPECIAL = {
 
 
 def read_model(path: Path, name: str | None = None) -> ModelFolder:
-    """Return what the gateway needs of the model. `name`: in place of its folder's or file's. Raises SettingsError: one
+    """Return what the gateway needs of a model. `name` replaces that of its folder or file. Raises SettingsError, one
     line that names the file."""
     try:
         model = _read_gguf(GGUFHeader(path)) if is_gguf(path) else read_folder(path)

@@ -1,4 +1,4 @@
-"""Read a model folder: names, limits, defaults, the chat template. Never the weights."""
+"""Read a model folder: names, limits, defaults and the chat template, never the weights."""
 
 import contextlib
 import hashlib
@@ -14,14 +14,14 @@ from baton.sampling_params import SAMPLING_DEFAULTS, SAMPLING_PARAMS, settle_tem
 from baton.service.settings import SettingsError
 
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-_MOST = 2**31 - 1  # of anything that is counted
-# What published configs leave out, by the model_type of their text_config: transformers' class says it.
+_MOST = 2**31 - 1  # for every count
+# Values that published configs leave out, by the model_type of their text_config; transformers' classes have them.
 _LEFT_OUT = {"gemma3_text": {"vocab_size": 262_208, "max_position_embeddings": 131_072}}
 
 
 @dataclass(frozen=True, slots=True)
 class Defaults:
-    """Defaults of a request: generation_config.json, and where that is silent, values without effect."""
+    """Defaults of a request, from generation_config.json; values without effect where that names none."""
 
     sampling: Mapping[str, float] = field(default_factory=lambda: SAMPLING_DEFAULTS)  # by field of Sampling
     max_tokens: int | None = None  # None: to the end of the context
@@ -38,20 +38,20 @@ class ModelFolder:
     eos_ids: frozenset[int]
     defaults: Defaults
     tokenizer_json: bytes = field(repr=False)
-    tokenizer_digest: bytes  # workers and gateway must read the same tokenizer
+    tokenizer_digest: bytes  # workers and gateway must have the same tokenizer
     chat_template: str | None = field(repr=False)
     special_tokens: dict[str, str]
-    # That stand around a text, also where tokenizer.json puts none there.
+    # Tokens to put around a text even if tokenizer.json does not.
     begin: str | None = None
     end: str | None = None
-    tool_template: str | None = field(default=None, repr=False)  # of conversations with tools, where it is another
+    tool_template: str | None = field(default=None, repr=False)  # for conversations with tools, if it is another one
 
 
 def read_folder(path: Path) -> ModelFolder:
     """Read a Hugging Face folder. Raises SettingsError: one line that names the file."""
     config, generation = path / "config.json", path / "generation_config.json"
     values, preferred = _read_json(config), _read_json(generation, optional=True)
-    if isinstance(text := values.get("text_config"), dict):  # of a model around a text model
+    if isinstance(text := values.get("text_config"), dict):  # a model with other inputs around a text model
         values = _LEFT_OUT.get(str(text.get("model_type")), {}) | values | text
     tokenizer_config = path / "tokenizer_config.json"
     of_tokenizer = _read_json(tokenizer_config, optional=True)
@@ -88,7 +88,7 @@ def read_folder(path: Path) -> ModelFolder:
 
 @contextlib.contextmanager
 def _named(path: Path) -> Iterator[None]:
-    """Turn ValueError into SettingsError that names the file."""
+    """Turn a ValueError into a SettingsError that names the file."""
     try:
         yield
     except ValueError as error:
@@ -143,10 +143,8 @@ def _eos_ids(config: dict, vocab_size: int) -> frozenset[int]:
 
 
 def _defaults(generation: dict) -> Defaults:
-    """Read as others do: temperature counts where do_sample is set (transformers), and a top_k of -1 is no top_k
-    (vLLM).
-
-    Raises ValueError."""
+    """Return the defaults in generation_config.json, read as others do: temperature counts only if do_sample is set
+    (transformers), and a top_k of -1 is no top_k (vLLM). Raises ValueError."""
     sampled = generation.get("do_sample")
     if sampled not in (None, True, False):
         raise ValueError(f"do_sample is {_shown(sampled)}, not true or false")
@@ -193,8 +191,8 @@ def _shown(value: object) -> str:
 
 
 def _chat_templates(folder: Path, tokenizer_config: dict) -> dict[str, str]:
-    """Return the templates by name, "default" where there is one: the files go before tokenizer_config.json, and that
-    before what the processor of a model that also sees has."""
+    """Return the chat templates by name, "default" among them if there is one. Files of their own come first, then
+    tokenizer_config.json, then chat_template.json, which a multimodal model's processor has."""
     path, beside = folder / "chat_template.jinja", folder / "additional_chat_templates" / "tool_use.jinja"
     if found := {name: file for name, file in (("default", path), ("tool_use", beside)) if os.path.lexists(file)}:
         return {name: _read_text(file) for name, file in found.items()}
@@ -207,7 +205,7 @@ def _chat_templates(folder: Path, tokenizer_config: dict) -> dict[str, str]:
 
 
 def _templates(value: object) -> dict[str, str]:
-    """Return those of a `chat_template` by name."""
+    """Return the templates in a `chat_template` by name. Raises ValueError."""
     if value is None:
         return {}
     if not isinstance(value, list):

@@ -1,4 +1,4 @@
-"""Decide which model workers may serve: the operator lists it, or workers report that the operator has named them.
+"""Decide which model workers may serve: one that the operator lists, or that of workers that the operator has named.
 
 Otherwise the first worker to register would decide for all.
 """
@@ -10,15 +10,16 @@ from pathlib import Path
 
 from baton.service.logs import fields
 
-LOOK_S = 1.0  # between two looks at the file
+LOOK_S = 1.0  # between two looks for a changed file
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 
 log = logging.getLogger(__name__)
 
 
 class ModelIdentities:
-    """`given`: digests in hex, or one `@FILE` of them, a line each; empty: the first worker decides, of those that are
-    named where any are. Raises ValueError, one line."""
+    """The models that workers may serve. `given`: digests in hex, or one `@FILE` with a digest on each line. Without
+    any the first worker decides or, if the operator has named workers, the first of those. Raises ValueError, one
+    line."""
 
     def __init__(self, given: Sequence[str], are_workers_named: bool):
         self._path = Path(given[0][1:]) if len(given) == 1 and given[0].startswith("@") else None
@@ -31,11 +32,11 @@ class ModelIdentities:
         return self._path is not None
 
     def lists(self, identity: bytes) -> bool:
-        """Return whether workers of this model may serve, by the operator's list."""
+        """Return whether the operator's list allows workers of this model; without a list it does."""
         return not self._listed or identity in self._listed
 
     def read_again(self) -> bool:
-        """Read the file again; return whether the list has changed. A file that cannot be read changes nothing."""
+        """Read the file again and return whether the list has changed. A file that cannot be read changes nothing."""
         try:
             listed = self._read_file()
         except ValueError as error:
@@ -47,8 +48,8 @@ class ModelIdentities:
         return listed != before
 
     def why_not(self, identity: bytes, served: bytes | None, is_configured: bool, decided: bytes = b"") -> str | None:
-        """Return why a worker of this model cannot be used, or None; `served` is the model of the workers that are
-        here, `decided` what a worker that is configured has decided before."""
+        """Return why a worker of this model cannot be used, or None. `served`: the model of the workers in use;
+        `is_configured`: the operator has named this worker; `decided`: the model that such a worker decided before."""
         model = f"serves the model {identity.hex()}"
         if not self.lists(identity):
             return f"{model}, which --model-identity does not list"
