@@ -108,9 +108,7 @@ class Decision:
     alone_tpot_s: float = field(default=0.0, compare=False)
     num_matched_tokens: int = field(default=0, compare=False)  # on the worker that reads the prompt, by the index
     prefill_s: float = field(default=0.0, compare=False)  # time of the worker that reads the prompt
-    decode_s: float = field(
-        default=0.0, compare=False
-    )  # time of the decode worker for the answer: the request's part of the steps
+    decode_s: float = field(default=0.0, compare=False)  # time of the decode worker: the answer's share of the steps
 
     @property
     def is_local(self) -> bool:

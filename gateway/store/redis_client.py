@@ -131,7 +131,7 @@ async def answers_of(
         async with client.pipeline(transaction=False) as batch:
             for command in commands[begin : begin + MAX_BATCH]:
                 command(batch)
-            async with asyncio.timeout(timeout_s):  # for all answers together: each one alone may take as long
+            async with asyncio.timeout(timeout_s):  # for all answers: the client's own timeout holds for each
                 answers += await batch.execute(raise_on_error=False)
     for answer in answers:
         if isinstance(answer, Exception):
