@@ -1,4 +1,4 @@
-"""The cluster secret: the salt of span names. Gateways alone read it; all on one index must have the same."""
+"""The cluster secret: the salt of span names. Only gateways read it, and all that share an index must have the same."""
 
 import hashlib
 import hmac
@@ -8,7 +8,7 @@ from baton.service.settings import SettingsError
 from kvtransfer.naming import ModelIdentity
 
 _MIN_BYTES = 16
-NO_SECRET = b"derived from each model"  # in place of a secret, where gateways compare theirs
+NO_SECRET = b"derived from each model"  # what a gateway without a secret compares with others
 
 
 def read_secret(path: Path) -> bytes:
@@ -23,7 +23,7 @@ def read_secret(path: Path) -> bytes:
 
 
 def derived_secret(identity: ModelIdentity) -> bytes:
-    """Return bytes that anyone with the model can compute, in place of a secret. For loopback only."""
+    """Return bytes in place of a secret, which anyone with the model can compute. For loopback only."""
     return hashlib.sha256(b"baton-secret-of-nobody" + identity).digest()
 
 

@@ -1,4 +1,4 @@
-"""The prefix index in memory: what the workers of this one gateway report."""
+"""The prefix index in memory: what the workers report to this gateway alone."""
 
 import asyncio
 from collections.abc import Callable, Iterable, Sequence
@@ -9,7 +9,7 @@ from gateway.prefix.prefix_matches import NOWHERE, Matches, WorkerBits
 
 
 class MemoryIndex:
-    """See PrefixIndex. The holders of a span are the bits of one number."""
+    """A PrefixIndex in which the holders of a span are the bits of one integer."""
 
     def __init__(self) -> None:
         self._feeds: dict[bytes, Feed] = {}
@@ -47,10 +47,10 @@ class MemoryIndex:
             )
 
     async def check_secret(self, fingerprint: bytes) -> None:
-        """Return at once: there are no other gateways."""
+        """Do nothing: there are no other gateways."""
 
     async def run(self) -> None:
-        """Wait until cancelled: there is nothing to keep."""
+        """Wait until cancelled: nothing is kept elsewhere."""
         await asyncio.get_running_loop().create_future()
 
     def _forget(self, worker: bytes, spans: Iterable[bytes]) -> None:

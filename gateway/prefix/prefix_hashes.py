@@ -1,5 +1,5 @@
-"""Name the spans of a prompt. The tenant's salt enters at the first span that the operator has not made public, so that
-one tenant never finds what another has cached."""
+"""Name the spans of a prompt. The first span that the operator has not made public is salted by tenant, and so all
+after it: one tenant never finds what another has cached."""
 
 import hmac
 from collections.abc import Iterable, Sequence
@@ -21,7 +21,7 @@ _MARK_BYTES = 12
 
 
 class IdentitySource(Protocol):
-    """Knows which model is served."""
+    """What knows the secret and which model is served."""
 
     @property
     def secret(self) -> bytes:
@@ -34,14 +34,14 @@ class IdentitySource(Protocol):
 
 
 class SpanHashes(NamedTuple):
-    """The hashes of a prompt's full spans, which are their names."""
+    """The names of a prompt's full spans, which are their hashes."""
 
     hashes: list[SpanHash]
-    parent: SpanHash  # of the span that comes next
+    parent: SpanHash  # the hash from which the next span's is made
 
 
 class PrefixHashes:
-    """Name spans for the model of `source`. Call `make_public` before the first request, if at all."""
+    """Name spans of prompts for the model of `source`. `make_public` may only be called before the first request."""
 
     def __init__(self, source: IdentitySource):
         self._source = source
@@ -49,14 +49,15 @@ class PrefixHashes:
         self._public: tuple[ModelIdentity | None, frozenset[SpanHash]] = (None, frozenset())
 
     def make_public(self, prompts: Iterable[Sequence[int]]) -> None:
-        """Give the full spans of these token ids the same name for all tenants."""
+        """Give the full spans of these prompts the same names for all tenants."""
         self._prompts = tuple(map(tuple, prompts))
 
     def spans(
         self, tenant: str, prompt_ids: Sequence[int], output_ids: Sequence[int] = (), adapter: bytes = b""
     ) -> SpanHashes:
-        """Return the names of the full spans of prompt and output together; output is never public, and nothing that an
-        `adapter` (its identity) has computed. Raises Unavailable before a worker has reported which model is served."""
+        """Return the names of the full spans of prompt and output together. Output is never public, nor is anything
+        that an `adapter` (its identity) has computed. Raises Unavailable before a worker has reported which model is
+        served."""
         identity = self._source.known_identity()
         root = root_hash(identity, adapter.hex())
         shared: list[SpanHash] = []

@@ -1,5 +1,5 @@
-"""The prefix index: which worker holds which spans, a hint for routing and never a promise. Owners compare the full
-hash again."""
+"""The prefix index: which worker holds which spans. It is a hint for routing and no promise: the worker compares the
+full hash again."""
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
@@ -9,11 +9,12 @@ from gateway.prefix.prefix_matches import Matches
 
 
 class SecretDiffers(Exception):
-    """Gateways with another cluster secret share this index."""
+    """Another gateway on this index has another cluster secret."""
 
 
 class PrefixIndex(Protocol):
-    """Belongs to the event loop. A worker is (instance, epoch) in bytes."""
+    """Look up which workers hold a prompt's spans. Belongs to the event loop. A worker is (instance, epoch) in
+    bytes."""
 
     @property
     def down(self) -> str:
@@ -21,42 +22,43 @@ class PrefixIndex(Protocol):
         ...
 
     async def lookup(self, hashes: Sequence[bytes]) -> Matches:
-        """Return which workers hold how many of the leading `hashes`. Takes 50 ms at most; any failure means none."""
+        """Return how many of the leading `hashes` each worker holds. Takes 50 ms at most; on any failure nothing is
+        found."""
         ...
 
     def join(self, worker: bytes, subscribe: Callable[[], None]) -> None:
-        """Add a worker that serves now. `subscribe()` asks it for index events, a snapshot first."""
+        """Add a worker that serves now. `subscribe()` asks it for its index events, which begin with a snapshot."""
 
     def apply(self, worker: bytes, events: pb.BlockEvents) -> None:
-        """Take the events of a worker."""
+        """Apply the index events of a worker."""
 
     def drop(self, worker: bytes) -> None:
         """Remove a worker whose session has ended."""
 
     async def check_secret(self, fingerprint: bytes) -> None:
-        """Name the cluster secret in use here. Raises SecretDiffers."""
+        """Compare this gateway's cluster secret with that of others. Raises SecretDiffers."""
 
     async def run(self) -> None:
-        """Keep the index, until cancelled."""
+        """Keep the index up to date until cancelled."""
 
 
 class Change(NamedTuple):
-    """Spans that a worker holds now and did not before, and the other way round."""
+    """Spans that a worker has sealed since the last events, and spans that it has evicted."""
 
     sealed: Sequence[bytes]
     evicted: Sequence[bytes]
 
 
 class Feed:
-    """The numbered index events of one worker, and the spans it holds after them."""
+    """Apply the numbered index events of one worker, and keep the spans that it holds after them."""
 
     def __init__(self, subscribe: Callable[[], None]):
         self.spans: set[bytes] = set()
         self._subscribe = subscribe
-        self._next_seq: int | None = None  # None: only a snapshot will do
+        self._next_seq: int | None = None  # None: a snapshot is awaited
 
     def join(self, subscribe: Callable[[], None]) -> None:
-        """Begin another session of the worker; what it held at the end of the last one is still known."""
+        """Begin another session of the worker; the spans that it held at the end of the last one are kept."""
         self._subscribe, self._next_seq = subscribe, None
 
     def subscribe(self) -> None:
@@ -65,7 +67,8 @@ class Feed:
         self._subscribe()
 
     def apply(self, events: pb.BlockEvents) -> Change:
-        """Return what has changed. After a gap in the numbers nothing has, and a snapshot is asked for."""
+        """Apply events and return what changed. After a gap in their numbers nothing is applied, and a snapshot is
+        asked for."""
         if events.snapshot:
             held = set(events.sealed)
             change = Change(tuple(held - self.spans), tuple(self.spans - held))

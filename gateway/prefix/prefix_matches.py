@@ -1,5 +1,8 @@
-"""Matches of one prompt: which worker holds how much of it. Each worker is a bit, so a look-up costs the same however
-many hold the beginning: where prompts begin alike, that is the whole fleet."""
+"""Matches of one prompt: which worker holds how much of it.
+
+Each worker is a bit, so a lookup costs the same however many workers hold the beginning: if all prompts begin alike,
+that is the whole fleet.
+"""
 
 import random
 from collections.abc import Iterable, Iterator, Mapping
@@ -7,7 +10,7 @@ from typing import NamedTuple
 
 
 class WorkerBits(NamedTuple):
-    """The bit of each worker. Never changed: matches refer to it."""
+    """The bit of each worker. Never changed, since matches refer to it."""
 
     worker_at: Mapping[int, bytes]
     place_of: Mapping[bytes, int]
@@ -15,7 +18,7 @@ class WorkerBits(NamedTuple):
 
     @classmethod
     def of(cls, worker_at: Mapping[int, bytes]) -> "WorkerBits":
-        """Return the bits of workers by place."""
+        """Return the WorkerBits of workers by bit."""
         place_of = {worker: place for place, worker in worker_at.items()}
         return cls(worker_at, place_of, sum(1 << place for place in worker_at))
 
@@ -26,21 +29,24 @@ _FEW = 64  # more workers than a request looks at
 
 
 class Matches(Mapping[bytes, int]):
-    """Map a worker to the number of leading spans that it holds, the longest first. Belongs to one request."""
+    """A mapping from a worker to the number of leading spans that it holds, the most first. Belongs to one request."""
 
     __slots__ = ("_places", "_rng", "_first", "_levels")
 
     def __init__(self, holders_of: Iterable[int] = (), places: WorkerBits = NOWHERE, rng: random.Random = _RNG):
-        """`holders_of`: for each span from the first on, the bits of its holders; read as far as needed. Holders of
-        equally many are listed from a random one on: otherwise all requests would ask the same worker."""
+        """Find the matches of spans. `holders_of`: the bits of the holders of each span from the first on, read as far
+        as needed.
+
+        Workers that hold equally many are listed from a random one on; otherwise all requests would choose the same
+        worker."""
         self._places, self._rng = places, rng
-        self._first: dict[bytes, int] = {}  # the longest, one by one
+        self._first: dict[bytes, int] = {}  # those that hold most, one by one
         self._levels = _levels(holders_of, places.mask)
         while self._levels and self._levels[0][1].bit_count() + len(self._first) <= _FEW:
             self._first |= self._of_level(*self._levels.pop(0))
 
     def note(self, worker: bytes, num_spans: int) -> None:
-        """Let this worker hold `num_spans` from now on, more than all others."""
+        """Note that a worker holds `num_spans`, which is more than all others hold."""
         self._first.pop(worker, None)
         self._first = {worker: num_spans, **self._first}
 
@@ -74,7 +80,7 @@ class Matches(Mapping[bytes, int]):
 
 
 def _levels(holders_of: Iterable[int], alive: int) -> list[tuple[int, int]]:
-    """Return (leading spans, the bits of the workers that hold exactly these), the longest first."""
+    """Return pairs (number of leading spans, bits of the workers that hold exactly so many), the most spans first."""
     levels, num_spans = [], 0
     for bits in holders_of if alive else ():
         going_on = alive & bits
@@ -91,7 +97,7 @@ def _levels(holders_of: Iterable[int], alive: int) -> list[tuple[int, int]]:
 
 
 def _places_of(bits: int, begin: int) -> Iterator[int]:
-    """Yield the places of set bits, those from `begin` on first."""
+    """Yield the numbers of the bits that are set, those from `begin` on first."""
     above = bits >> begin << begin
     for part in (above, bits ^ above):
         while part:

@@ -1,4 +1,4 @@
-"""Prompts whose KV all tenants share, because the operator says that they hold nothing private.
+"""Read the prompts whose KV all tenants share, because the operator says that they hold nothing private.
 
     texts = ["The beginning of every prompt of this application ..."]
     systems = ["You are a helpful assistant ..."]        # contents of system messages, for the model's chat template
@@ -39,13 +39,12 @@ async def read_public_prefixes(path: Path, encode: Encode) -> list[Sequence[int]
 
 
 def _is_list(value: object) -> bool:
-    """Return whether these are strings with something in them. A string alone is none: its letters would be
-    prefixes."""
+    """Return whether this is a list of non-empty strings. A string alone would make each of its letters a prefix."""
     return isinstance(value, list) and all(isinstance(text, str) and text for text in value)
 
 
 async def _head(system: str, encode: Encode) -> list[int]:
-    """Return what all conversations under this system message have in common."""
+    """Return the token ids with which all conversations under this system message begin."""
     asked = [Conversation((ChatMessage("system", system), ChatMessage("user", word))) for word in ("a", "Why")]
     first, second = [await encode(PromptInput(messages=messages)) for messages in asked]
     return [one for one, other in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(first, second))]

@@ -1,13 +1,13 @@
 """The prefix index in Redis, shared by gateways. Serving never depends on it: every failure is a miss.
 
-    kv:<16 bytes of a span hash>   bit string, one bit per worker slot; goes with its last bit, and expires
-    baton:slot:<n>                 whose slot n is (slot_leases.py)
+    kv:<16 bytes of a span hash>   bit string, one bit for each worker's slot; removed with its last bit, and expires
+    baton:slot:<n>                 the worker that has slot n (slot_leases.py)
     baton:writer:<worker>          the gateway that writes this worker's events
     baton:secret                   fingerprint of the cluster secret in use
 
-What is evicted is written for certain: a batch that fails is written again, into the same slot or, after a while, all
-that the worker holds into another one. So a lookup names a worker for a span that it does not hold only until the next
-batch is written, or, where no gateway has a session with the worker, not at all.
+An evicted span is certain to be written: a batch that fails is written again, into the same slot or, after a while, as
+all that the worker holds into another slot. So a lookup names a worker for a span that it does not hold only until the
+next batch is written. If no gateway has a session with the worker, lookups do not name it.
 """
 
 import asyncio
@@ -46,69 +46,69 @@ WRITER_TTL_S = 5
 SECRET_TTL_S = 60
 _HEARTBEAT_S = 1.0
 _FLUSH_S = 0.02
-_LOG_INTERVAL_S = 60.0  # between two lines of batches that fail
+_LOG_INTERVAL_S = 60.0  # between two log lines about failed batches
 _REFRESH_S = KV_TTL_S / 3
-_BATCH = 64  # 1,000 commands take the event loop 20 ms to write down: tokens and lookups would wait
-_LEASED_AT_ONCE = 64  # slots whose answer is lost rest for 12 minutes
+_BATCH = 64  # writing 1,000 commands takes the event loop 20 ms, for which tokens and lookups would wait
+_LEASED_AT_ONCE = 64  # if the answer is lost, these slots stay unused for 12 minutes
 _MAX_SPANS = 4096  # 262,144 tokens
 _CONTROL_TIMEOUT_S = 1.0
 _MAX_LOOKUP_BYTES = 1 << 17  # 276 values of 1,024 slots are 38 KB, and there are 32 connections
-_MAX_NAME_BYTES = 64  # of a gateway, a fingerprint
+_MAX_NAME_BYTES = 64  # of a gateway's name or a fingerprint
 _NEVER = float("-inf")
 
 log = logging.getLogger(__name__)
 
 
 class _Worker:
-    """A worker that serves this gateway, or did a moment ago."""
+    """A worker that serves this gateway, or did until a moment ago."""
 
     def __init__(self, worker: bytes, subscribe: Callable[[], None]):
         self.worker = worker
         self.feed = Feed(subscribe)
         self.is_ours = False  # this gateway writes its events
         self.slot: int | None = None
-        self.is_given_up = False  # something was not written there
-        self.num_slots = 0  # that it has had
-        self.held_at = _NEVER  # as confirmed by Redis
-        self.pending: dict[bytes, bool] = {}  # span -> sealed; all else is in the slot as the feed has it
+        self.is_given_up = False  # not all was written there: another slot is needed
+        self.num_slots = 0  # how many it has had
+        self.held_at = _NEVER  # when Redis last confirmed the slot
+        self.pending: dict[bytes, bool] = {}  # span -> sealed; the slot has all else as the feed has it
         self.refreshed_at = _NEVER
         self.left_at = _NEVER
-        self.unwritten_for = ""  # what the last batch failed of
+        self.unwritten_for = ""  # why the last batch failed
 
     def begin(self, slot: int | None, at: float) -> None:
-        """Begin to write into a slot without bits."""
+        """Begin to write into an empty slot."""
         self.slot, self.held_at, self.refreshed_at, self.pending = slot, at, _NEVER, {}
         self.is_given_up, self.num_slots, self.unwritten_for = False, self.num_slots + 1, ""
 
     def refresh(self, at: float) -> None:
-        """Write all that it holds again."""
+        """Have all spans that the worker holds written again."""
         self.pending.update(dict.fromkeys(self.feed.spans, True))
         self.refreshed_at = at
 
     def may_write(self, at: float) -> bool:
-        """Return whether its slot may be written now: other gateways retire the slot of a worker that is silent for
-        longer."""
+        """Return whether the worker's slot may be written now. After a longer silence, other gateways retire the
+        slot."""
         has_slot = self.slot is not None and not self.is_given_up
         return self.is_ours and has_slot and at - self.held_at < GIVE_UP_S
 
 
 class RedisIndex:
-    """See PrefixIndex."""
+    """A PrefixIndex in Redis, shared with other gateways."""
 
     def __init__(self, url: str, gateway: bytes):
-        """Raises ValueError for a malformed URL."""
+        """Prepare the index in the Redis at `url`. Raises ValueError for a malformed URL."""
         self._gateway = gateway
         self._hot = make_client(url, BUDGET_S, 32, _MAX_LOOKUP_BYTES)
         self._control = make_client(url, _CONTROL_TIMEOUT_S, 2)
         self._breaker = Breaker()
         self._workers: dict[bytes, _Worker] = {}
-        self._left: dict[bytes, _Worker] = {}  # whose session is gone for a moment
+        self._left: dict[bytes, _Worker] = {}  # whose session ended a moment ago
         self._slots = SlotLeases(self._control, _CONTROL_TIMEOUT_S, gateway)
         self._fingerprint: bytes | None = None
         self._asking: set[asyncio.Task] = set()
         self._written, self._joined = asyncio.Event(), asyncio.Event()
-        self._lost_for = ""  # what the last heartbeat failed of: lookups fail alike, if there are any
-        self._logged_at = _NEVER  # that a batch failed
+        self._lost_for = ""  # why the last heartbeat failed: lookups would fail likewise
+        self._logged_at = _NEVER  # when a failed batch was last logged
         self.is_disabled = False
 
     # ---- PrefixIndex ----
@@ -117,8 +117,8 @@ class RedisIndex:
         began_at = now()
         if not hashes or not self._breaker.is_closed or self.is_disabled or not self._slots.may_be_looked_up(began_at):
             return Matches()
-        # A task of its own: a cancelled request does not cut a reply in two, and redis-py, which at times
-        # swallows a cancellation, does not swallow that one.
+        # A separate task: a cancelled request does not cut a reply in two, and redis-py, which at times swallows a
+        # cancellation, cannot swallow the request's.
         asking = asyncio.create_task(self._ask(hashes[:_MAX_SPANS]), name="redis lookup")
         self._asking.add(asking)
         asking.add_done_callback(self._asking.discard)
@@ -133,7 +133,7 @@ class RedisIndex:
     def join(self, worker: bytes, subscribe: Callable[[], None]) -> None:
         entry = self._left.pop(worker, None) or _Worker(worker, subscribe)
         entry.feed.join(subscribe)
-        entry.is_ours = False  # until Redis says so, which begins with a snapshot
+        entry.is_ours = False  # until Redis says so; then a snapshot is asked for
         self._workers[worker] = entry
         self._joined.set()
 
@@ -142,7 +142,7 @@ class RedisIndex:
             return
         change = entry.feed.apply(events)
         if not entry.may_write(now()):
-            entry.is_given_up = True  # the next one begins with all that is held then
+            entry.is_given_up = True  # all that it holds goes into the next slot
             return
         entry.pending.update(dict.fromkeys(change.evicted, False))
         entry.pending.update(dict.fromkeys(change.sealed, True))
@@ -150,13 +150,13 @@ class RedisIndex:
             self._written.set()
 
     def drop(self, worker: bytes) -> None:
-        """Stop routing to this worker. Its slot is remembered for a moment: if it comes back, the snapshot shows what
-        it has evicted meanwhile."""
+        """Stop routing to this worker. Its slot is remembered for a moment: if the worker comes back, its snapshot
+        shows what it has evicted meanwhile."""
         if entry := self._workers.pop(worker, None):
             self._left[worker], entry.left_at = entry, now()
 
     async def _ask(self, hashes: Sequence[bytes]) -> Matches | None:
-        """Return matches, or None on failure. Its connection's timeouts end it a moment after the budget at the
+        """Return matches, or None on failure. The connection's timeouts end this a moment after the budget at the
         latest."""
         places, ends = self._slots.places, sampled_ends(len(hashes))
         try:
@@ -176,7 +176,7 @@ class RedisIndex:
 
     @property
     def down(self) -> str:
-        """The reason why lookups find nothing at present, asked or not; empty while they find what there is."""
+        """The reason why lookups find nothing at present, even if none is made; empty while they work."""
         if self.is_disabled:
             return "another cluster secret is in use there"
         faults = (entry.unwritten_for for entry in self._workers.values() if entry.is_ours)
@@ -185,8 +185,7 @@ class RedisIndex:
     # ---- beside the requests ----
 
     async def check_secret(self, fingerprint: bytes) -> None:
-        """Name the cluster secret in use here. Raises SecretDiffers. A Redis that does not answer is asked again with
-        every heartbeat."""
+        """Compare this gateway's cluster secret with that of others, again at every heartbeat. Raises SecretDiffers."""
         self._fingerprint = fingerprint
         try:
             await self._hold_secret()
@@ -195,7 +194,7 @@ class RedisIndex:
             raise
         except FAILURES as error:
             log.warning("redis: no answer, serving without it %s", fields(error=words_of(error)))
-        if is_cancelled():  # redis-py may swallow it
+        if is_cancelled():  # redis-py may have swallowed it
             raise asyncio.CancelledError
 
     async def run(self) -> None:
@@ -215,7 +214,7 @@ class RedisIndex:
                 await self._pause()
 
     async def _beat_once(self) -> None:
-        """Send a heartbeat, and note what it has failed of."""
+        """Send a heartbeat, and note why it failed if it did."""
         try:
             if not self.is_disabled:
                 await self._heartbeat(now())
@@ -242,7 +241,7 @@ class RedisIndex:
     async def _heartbeat(self, at: float) -> None:
         await self._hold_secret()
         for part in _parts(list(self._workers.values()), MAX_BATCH):
-            await self._hold_writers(part)  # who holds a name is not asked long before it is renewed
+            await self._hold_writers(part)  # in parts, so that a name is renewed soon after its holder was read
         await self._slots.read(at)
         await self._hold_slots(at)
         await self._retire(at)
@@ -257,7 +256,7 @@ class RedisIndex:
             self._breaker.succeeded()
 
     async def _retire(self, at: float) -> None:
-        """Retire slots without a writer: of workers that have gone, and those that a worker has beside its own."""
+        """Retire slots without a writer: those of lost workers, and those that a worker has beside its own."""
         own = {entry.worker: entry.slot for entry in self._workers.values() if entry.may_write(at)}
         await self._slots.retire(self._slots.slots_beside(own))
         await self._slots.retire_orphans(_writer_name, at)
@@ -271,7 +270,7 @@ class RedisIndex:
         await self._control.expire("baton:secret", SECRET_TTL_S)
 
     async def _hold_writers(self, entries: Sequence[_Worker]) -> None:
-        """Make sure that one gateway writes each worker's events. Two that do for a moment write the same."""
+        """Make sure that one gateway writes each worker's events. If two do for a moment, both write the same."""
         ours = await self._held_names([_writer_name(entry.worker) for entry in entries])
         for entry in entries:
             was_ours, entry.is_ours = entry.is_ours, _writer_name(entry.worker) in ours
@@ -279,7 +278,7 @@ class RedisIndex:
                 entry.feed.subscribe()
 
     async def _held_names(self, names: Sequence[bytes]) -> set[bytes]:
-        """Take the names that are free and renew those that are this gateway's; return all of these."""
+        """Take the names that are free and renew those that this gateway holds; return all of these."""
         holders = await values_of(self._control, names, _MAX_NAME_BYTES)
         asked = {
             name: methodcaller("expire", name, WRITER_TTL_S)
@@ -304,10 +303,10 @@ class RedisIndex:
         for entry in ours:
             if entry.worker in renewed:
                 entry.held_at = at
-            elif entry.worker in taken:  # a Redis that forgot it has forgotten bits
+            elif entry.worker in taken:  # Redis forgot the slot, so perhaps bits too
                 entry.held_at, entry.refreshed_at = at, _NEVER
             else:
-                entry.is_given_up = True  # also where no other one can be leased now
+                entry.is_given_up = True  # even if no other slot can be leased now
                 without.append(entry)
         if without:
             await self._lease_slots(without, at)
@@ -337,8 +336,8 @@ class RedisIndex:
                     await self._write_pending(entry)
 
     async def _write_pending(self, entry: _Worker) -> None:
-        """Write what is pending. What fails, or may not be written now, is written after the next heartbeat that
-        succeeds."""
+        """Write what is pending. What fails, or may not be written now, is written after the next successful
+        heartbeat."""
         slot, num_slots = entry.slot, entry.num_slots
         pending, entry.pending = list(entry.pending.items()), {}
         for begin in range(0, len(pending), _BATCH):
@@ -356,14 +355,14 @@ class RedisIndex:
                     entry.pending = {**dict(pending[begin:]), **entry.pending}
                 return
             if entry.num_slots != num_slots:
-                return  # all that it holds is pending for another slot
+                return  # the worker has another slot, for which all that it holds is pending
 
     def _may_write(self, entry: _Worker) -> bool:
         at = now()
         return entry.may_write(at) and self._slots.are_known(at) and not self.is_disabled
 
     async def _write_batch(self, slot: int, spans: Mapping[bytes, bool]) -> None:
-        """Write one batch. Raises one of FAILURES, after which none or all of it is written."""
+        """Write one batch, wholly or not at all. Raises one of FAILURES, after which either may be the case."""
         names = {span: b"kv:" + span[:NAME_BYTES] for span in spans}
         retired, own = self._slots.retired, mask_of([slot])
         looked = [names[span] for span, sealed in spans.items() if retired or not sealed]
@@ -372,14 +371,14 @@ class RedisIndex:
             for span, sealed in spans.items():
                 name = names[span]
                 if not sealed and not bits[name] & ~retired & ~own:
-                    batch.expire(name, 0)  # what another gateway has written since the look it writes again in time
+                    batch.expire(name, 0)  # if another gateway wrote it meanwhile, that one writes it again in time
                     continue
                 for other in slots_in(bits.get(name, 0) & retired):
                     batch.setbit(name, other, 0)  # before the time to live is renewed
                 batch.setbit(name, slot, int(sealed))
                 batch.expire(name, KV_TTL_S)
             self._slots.beat(batch)
-            async with asyncio.timeout(_CONTROL_TIMEOUT_S):  # of all answers: each has as long
+            async with asyncio.timeout(_CONTROL_TIMEOUT_S):  # for all answers: the client's own timeout holds for each
                 answers = await batch.execute(raise_on_error=False)
         for answer in answers:
             if isinstance(answer, Exception) and not _is_of_the_key(answer):
@@ -396,5 +395,6 @@ def _parts(entries: Sequence[_Worker], most: int) -> Iterator[Sequence[_Worker]]
 
 
 def _is_of_the_key(error: Exception) -> bool:
-    """Return whether an error is of one key, such as a value that is no bit string: other spans are still written."""
+    """Return whether an error concerns one key, such as a value that is no bit string: other spans are still
+    written."""
     return isinstance(error, ResponseError) and str(error).startswith("WRONGTYPE")

@@ -4,10 +4,12 @@
     baton:beat:<gateway>    how many batches of bits this gateway has written; expires
 
 A slot is for one worker and for one writer of its events, which knows each bit that was set. Another writer, or one
-that Redis did not hear for a while, cannot know which bits to clear: it retires the slot and leases another. So does
-any gateway with the slot of a worker that has no writer any more. Bits of a retired slot mean nothing; before a span's
-time to live is renewed they are cleared, so that none is left when the slot is free. A Redis that comes back with what
-it had saved a while before has bits of then, and a beat of then, which tells it: it is written with each batch.
+whom Redis did not hear for a while, cannot know which bits to clear, so it retires the slot and leases another. Any
+gateway does the same with the slot of a worker that has no writer any more. Bits of a retired slot mean nothing. They
+are cleared before a span's time to live is renewed, so that none is left when the slot is free again.
+
+A Redis that was restored from an older copy has old bits. Its counter of batches is old too, which shows this: each
+batch writes the counter.
 """
 
 import logging
@@ -19,41 +21,44 @@ from gateway.prefix.worker_bitmap import NUM_SLOTS, mask_of, places_of
 from gateway.store.redis_client import Pipeline, answers_of, values_of
 
 KV_TTL_S = 600
-# Longer than the last span lives that was renewed by a gateway which did not know yet that the slot was retired.
+# Longer than any span lives that a gateway renewed before it knew that the slot was retired.
 SLOT_TTL_S = KV_TTL_S + 120
-GIVE_UP_S = 30.0  # without a word from Redis: then a writer leases another slot
+GIVE_UP_S = 30.0  # without an answer of Redis: then a writer leases another slot
 ORPHAN_S = 60.0  # without a writer: then a slot is retired, long after its writer has given it up
-KNOWN_S = 5.0  # how long what was read of the slots counts
+KNOWN_S = 5.0  # how long the slots that were read are valid
 RETIRED = b"retired"
 _MAX_NAME_BYTES = 64
-_LOOK_S = 10.0  # between two looks for slots of workers without a writer
+_LOOK_S = 10.0  # between two searches for slots of workers without a writer
 
 log = logging.getLogger(__name__)
 
 
 class SlotLeases:
-    """Every method raises one of FAILURES. `at` is the time now, of any clock that does not go back."""
+    """Lease, renew and retire slots. Every method may raise one of FAILURES. `at` is the present on any monotonic
+    clock."""
 
     def __init__(self, client, timeout_s: float, gateway: bytes):
         self.places: WorkerBits = NOWHERE
         self.retired = 0  # bits, as of bit_sets
         self._client, self._timeout_s = client, timeout_s
-        self._beat_name, self._num_beats = b"baton:beat:" + gateway, 0  # that Redis has confirmed
-        self._went_back = False  # behind one of them
+        self._beat_name, self._num_beats = b"baton:beat:" + gateway, 0  # batches that Redis has confirmed
+        self._went_back = False  # Redis was seen behind that number
         self._holders: list[bytes | None] = [None] * NUM_SLOTS
         self._read_at = self._looked_at = float("-inf")
-        self._seen: dict[int, float] = {}  # slots that have or had a worker, when last
-        self._unwritten: dict[bytes, float] = {}  # workers that have a slot and no writer, since when
+        self._seen: dict[int, float] = {}  # slot -> when it last had a worker
+        self._unwritten: dict[bytes, float] = {}  # worker with a slot and no writer -> since when
 
     def are_known(self, at: float) -> bool:
+        """Return whether the slots were read recently enough to be written."""
         return at - self._read_at < KNOWN_S
 
     def may_be_looked_up(self, at: float) -> bool:
-        """Return whether the slots that were read last may be used: they are valid for all spans that have not
+        """Return whether lookups may use the slots that were read last: they are valid for all spans that have not
         expired."""
         return bool(self.places.mask) and at - self._read_at < KV_TTL_S
 
     async def read(self, at: float) -> None:
+        """Read which worker has which slot, and whether Redis was restored from an older copy."""
         names, num_beats = [*map(_name, range(NUM_SLOTS)), self._beat_name], self._num_beats
         *self._holders, beat = await values_of(self._client, names, _MAX_NAME_BYTES)
         if beat is not None and beat.isdigit() and int(beat) < num_beats:
@@ -64,29 +69,30 @@ class SlotLeases:
         self._read_at = at
 
     async def renew(self, slots: Mapping[bytes, int]) -> set[bytes]:
-        """Renew the slots that were these workers' when they were read; return the workers that still have theirs."""
+        """Renew the slots that these workers had when the slots were read; return the workers that still have
+        theirs."""
         workers = [worker for worker, slot in slots.items() if self._holders[slot] == worker]
         answers = await self._ask([methodcaller("expire", _name(slots[worker]), SLOT_TTL_S) for worker in workers])
         return {worker for worker, is_there in zip(workers, answers, strict=True) if is_there}
 
     def beat(self, batch: Pipeline) -> None:
-        """Have a batch of bits tell that it was written. One is written at a time."""
+        """Add the counter of batches to a batch of bits. Only one batch is written at a time."""
         batch.set(self._beat_name, self._num_beats + 1, ex=SLOT_TTL_S)
 
     def note_beat(self) -> None:
-        """Note that Redis has confirmed the last batch."""
+        """Count a batch that Redis has confirmed."""
         self._num_beats += 1
 
     def went_back(self) -> bool:
-        """Return whether Redis was seen to have forgotten batches that it had confirmed; once for each time. Then no
-        slot may be kept: what was written since is not there, and what was cleared is."""
+        """Return, once for each time, whether Redis has forgotten batches that it had confirmed. Then no slot may be
+        kept: bits written since are missing, and bits cleared since are there."""
         went_back, self._went_back = self._went_back, False
         if went_back:
             log.warning("redis: it came back with what it had saved before, all is written again")
         return went_back
 
     async def take(self, slots: Mapping[bytes, int]) -> set[bytes]:
-        """Take slots that are free; return the workers whose slot was. After Redis has forgotten a slot it is taken
+        """Take free slots for workers; return the workers whose slot was free. A slot that Redis has forgotten is taken
         again in this way, perhaps without its bits."""
         answers = await self._ask(
             [methodcaller("set", _name(slot), worker, nx=True, ex=SLOT_TTL_S) for worker, slot in slots.items()]
@@ -94,30 +100,32 @@ class SlotLeases:
         return {worker for worker, is_taken in zip(slots, answers, strict=True) if is_taken}
 
     async def lease(self, workers: Sequence[bytes], at: float) -> dict[bytes, int]:
-        """Return slots without bits, for as many workers as there are. Slots that they had before are retired."""
+        """Lease empty slots to the workers, as far as slots are free; return slot by worker. Slots that they had before
+        are retired."""
         await self.retire(self.slots_beside(dict.fromkeys(workers)))
         leased: dict[bytes, int] = {}
         while len(leased) < len(workers) and (free := self._free(at)):
             asked = dict(zip([worker for worker in workers if worker not in leased], free))
             leased.update((worker, asked[worker]) for worker in await self.take(asked))
-            self._seen.update(dict.fromkeys(asked.values(), at))  # or another gateway was faster
+            self._seen.update(dict.fromkeys(asked.values(), at))  # also if another gateway was faster
         return leased
 
     def _free(self, at: float) -> list[int]:
-        """Return the slots that may be leased. One that had a worker a moment ago is left to it: Redis was emptied, and
-        it comes back for it."""
+        """Return the slots that may be leased. A slot that had a worker a moment ago is kept for it: Redis was emptied,
+        and the worker's gateway takes it again."""
         return [slot for slot in range(NUM_SLOTS) if at - self._seen.get(slot, float("-inf")) > GIVE_UP_S]
 
     async def give_up(self, slots: Iterable[int]) -> None:
-        """Retire slots whose writer has heard nothing of them for a while: Redis may have forgotten them, and bits may
-        be written."""
+        """Retire slots that their writer could not renew for a while. Redis may have forgotten them, and may have bits
+        of them."""
         await self._ask([methodcaller("set", _name(slot), RETIRED, nx=True, ex=SLOT_TTL_S) for slot in slots])
 
     async def retire(self, slots: Iterable[int]) -> None:
+        """Retire slots that a worker has in Redis."""
         await self._ask([methodcaller("set", _name(slot), RETIRED, xx=True, ex=SLOT_TTL_S) for slot in slots])
 
     def slots_beside(self, own: Mapping[bytes, int | None]) -> list[int]:
-        """Return the slots that these workers have beside their own."""
+        """Return the slots that these workers have in Redis beside their own."""
         holders = enumerate(self._holders)
         return [slot for slot, holder in holders if holder is not None and own.get(holder, slot) != slot]
 
