@@ -1,4 +1,5 @@
-"""Write one log line a request when it has ended, however it did. No content: numbers, ids, and our own words."""
+"""Write one log line for each request that has ended, however it ended. It has no content, only numbers, ids and fixed
+words."""
 
 import logging
 
@@ -12,13 +13,13 @@ log = logging.getLogger(__name__)
 
 
 def ended(record: RequestRecord, error: BaseException | None) -> None:
-    """Log a request that has ended. Phases that it did not reach are left out. Durations are milliseconds."""
+    """Log a request that has ended. Phases that it did not reach are left out; durations are milliseconds."""
     if log.isEnabledFor(logging.INFO):
         log.info("request ended %s", fields(**line(record, error)))
 
 
 def line(record: RequestRecord, error: BaseException | None) -> dict[str, object]:
-    """Return the fields of the line."""
+    """Return the fields of the log line."""
     (how, reason), stamps = outcome(error), record.stamps
     durations = timing(stamps, record.measured, record.num_longest_output)
     spent = breakdown(stamps, record.measured)
@@ -45,7 +46,7 @@ def line(record: RequestRecord, error: BaseException | None) -> dict[str, object
 
 
 def _prediction(record: RequestRecord) -> dict[str, object]:
-    """Return what the decision was to cost the request and what it did, where the two can be compared."""
+    """Return the predicted and the actual time from the decision to the end, or "-" if they cannot be compared."""
     if not (found := predictions(record)):
         return {"route_predicted_ms": "-", "route_taken_ms": "-"}
     _, predicted_s, taken_s = found[-1]

@@ -1,4 +1,5 @@
-"""Gauges of a gateway, read at each scrape: its requests, workers and prefix index, and the calls its guard denied."""
+"""Gauges of a gateway, read at each scrape: its requests, workers and prefix index, and the calls that its guard
+denied."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -31,8 +32,8 @@ def request_gauges(recent: RecentRequests, catalog: Catalog) -> list[Gauge]:
 
 
 def fleet_gauges(registry: Registry, index: PrefixIndex) -> list[Gauge]:
-    """Return gauges of the workers, and of the index of what they hold. Those that have not said what they serve are
-    under no model's name, or under that of the only one."""
+    """Return gauges of the workers and of the prefix index. A worker that has not said what it serves counts under no
+    model's name, or under the only one."""
 
     def links() -> dict[str, list[WorkerLink]]:
         names = {fleet.name: list[WorkerLink]() for fleet in registry.fleets}
@@ -89,5 +90,5 @@ def fleet_gauges(registry: Registry, index: PrefixIndex) -> list[Gauge]:
 
 
 def denied_count(num_denied: Mapping[tuple[str, str], int]) -> Count:
-    """Return the counter of denied calls. `num_denied`: by (method, reason), as a guard counts them."""
+    """Return the counter of denied calls. `num_denied`: a guard's counts by (method, reason)."""
     return Count("baton_denied", "denied calls", lambda: num_denied, "method", "reason")

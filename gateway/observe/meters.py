@@ -1,4 +1,5 @@
-"""Metrics of the gateway: every request is counted once, when it has ended, from the stamps of its timing and spans."""
+"""Metrics of the gateway: each request is counted once, when it has ended, from the same stamps as its timing and
+spans."""
 
 from collections.abc import Callable, Iterable, Mapping
 
@@ -23,31 +24,31 @@ from gateway.request.bottlenecks import seconds_by_bottleneck
 from gateway.request.request_record import RequestRecord
 from gateway.request.timing import breakdown, timing
 
-_OBJECTIVES = ("ttft", "tpot", "e2e", "answer")  # answer: there was none
+_OBJECTIVES = ("ttft", "tpot", "e2e", "answer")  # answer: missed by requests without one
 _ERROR_BUCKETS = (0.1, 0.2, 0.5, 0.67, 0.8, 0.9, 1.1, 1.25, 1.5, 2, 5, 10)
-_MAX_REASONS = 64  # each is a label value; workers are trusted to have few words, and counted all the same
-_MAX_TENANTS = 64  # with labels of their own, of those that the credentials file names
+_MAX_REASONS = 64  # values of a label; workers should send few, but are not trusted to
+_MAX_TENANTS = 64  # values of a label: further tenants of the credentials file share OTHER
 _REFUSED = frozenset(
     ("RESOURCE_EXHAUSTED", "INVALID_ARGUMENT", "UNAUTHENTICATED", "PERMISSION_DENIED", "NOT_FOUND", "ALREADY_EXISTS")
 )
-# Refusals that are their caller's doing: more would be served, if not to it.
+# Refusals caused by the caller: the gateway could serve others.
 _OF_CALLERS = frozenset(("TENANT_REQUESTS", TENANT_TOKENS, "SLOW_READER"))
 
 
 class GatewayMeters:
-    """Count each request once, when it has ended, under the model that it named. `page` is /metrics."""
+    """Count each request once, when it has ended, under the model that it named. `page` serves /metrics."""
 
     def __init__(self, model_name: str, slo_classes: Mapping[str, Slo], readings: Iterable[Gauge | Count] = ()):
-        """`model_name`: of what belongs to the whole gateway; `readings`: what is exposed beside the counts, read at
-        each scrape."""
+        """Count under `model_name` what belongs to the whole gateway, and expose `readings`, which are read at each
+        scrape."""
         self._metrics, self._slo_classes = Metrics(model_name), slo_classes
         self.page, self.exposition = self._metrics.page, self._metrics.exposition
-        self._models: dict[str, _ModelMeters] = {}  # names that were served: requests cannot add any
+        self._models: dict[str, _ModelMeters] = {}  # only names that are served: requests cannot add others
         self._metrics.collect(*readings)
         self.of(model_name)
 
     def of(self, model_name: str) -> "_ModelMeters":
-        """Return the counts of one model, empty for requests that named none that is served."""
+        """Return the counts of one model; the name is empty for requests that named none that is served."""
         if (meters := self._models.get(model_name)) is None:
             meters = self._models[model_name] = _ModelMeters(self._metrics.of(model_name), self._slo_classes)
         return meters
@@ -156,8 +157,8 @@ class _ModelMeters:
             self._e2e.observe((stamps.last_sent or now()) - stamps.received, exemplar)
 
     def _count_slo(self, record: RequestRecord, error: BaseException | None, durations: pb.Timing) -> None:
-        """Count a request towards its service level, unless its client ended it, has used up its quota or does not
-        read, or it could not be served at all."""
+        """Count a request towards its service level. Left out are requests that the client ended, that exceeded its
+        quota or whose answer it did not read, and requests that could not be served at all."""
         how, _ = outcome(error)
         if record.validated is None or how == "cancelled" or (how == "refused" and not _is_overload(error)):
             return
@@ -201,7 +202,7 @@ class _ItlRecorder:
 
 
 class _BoundedLabels:
-    """The values of one label: the first `most` that come, and OTHER."""
+    """Bound the values of one label: the first `most` are kept, others become OTHER."""
 
     def __init__(self, most: int):
         self._known: set[str] = set()
@@ -215,7 +216,7 @@ class _BoundedLabels:
 
 
 def _record_otlp(record: RequestRecord, error: BaseException | None, measured: pb.Timing) -> None:
-    """Record the same for OTLP, under the names of the conventions."""
+    """Record the request's durations for OTLP, under the names of OpenTelemetry's conventions."""
     how, reason = outcome(error)
     ended_s = (record.stamps.ended or record.stamps.received) - record.stamps.received
     error_type = None if how == "ok" else reason
@@ -231,7 +232,8 @@ def outcome(error: BaseException | None) -> tuple[str, str]:
     if error.reason == "CANCELLED":
         return "cancelled", error.reason
     code = error.code.name
-    # What a model cannot do, scores without a chat template say. Of workers, that disagree, it has other reasons.
+    # Something that the model cannot do, such as scores without a chat template. Workers that disagree fail with other
+    # reasons.
     cannot = error.code is FailedPrecondition.code and error.reason == FailedPrecondition.reason
     return ("refused" if cannot or code in _REFUSED else "failed"), error.reason or code
 
@@ -241,5 +243,5 @@ def _is_overload(error: BaseException | None) -> bool:
 
 
 def _exemplar(record: RequestRecord) -> int:
-    """Return the trace that is one of a bucket; 0: it is not sampled."""
+    """Return the request's trace id, as an exemplar of a bucket; 0 if its trace is not sampled."""
     return record.context.trace_id if record.context.sampled else 0

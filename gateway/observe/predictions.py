@@ -1,4 +1,4 @@
-"""What routing predicted of a request, beside what it took."""
+"""Compare what routing predicted for a request with what it took."""
 
 from typing import NamedTuple
 
@@ -6,7 +6,7 @@ from gateway.request.request_record import RequestRecord
 
 
 class Prediction(NamedTuple):
-    """Seconds from the decision on."""
+    """Predicted and actual seconds, both from the decision on."""
 
     part: str  # ttft: to the first token; total: to the last
     predicted_s: float
@@ -14,8 +14,8 @@ class Prediction(NamedTuple):
 
 
 def predictions(record: RequestRecord) -> list[Prediction]:
-    """Return what can be compared: nothing of a request that was refused by a worker, moved or waited for room, which
-    no decision foresees. The predicted total is for as many tokens as there were."""
+    """Return the predictions that can be compared: none if a worker refused the request, or it moved or waited for
+    room, which no decision foresees. The total is predicted for the tokens that the answer had."""
     decision, stamps = record.decision, record.stamps
     if decision is None or stamps.routed is None or stamps.first_sent is None:
         return []

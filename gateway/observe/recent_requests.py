@@ -1,4 +1,4 @@
-"""The requests of this gateway, those that run and the last that have ended, for operators. No content."""
+"""List the requests of this gateway for operators: those that run and those that ended last, without content."""
 
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
@@ -17,7 +17,7 @@ from gateway.request.timing import timing
 NUM_KEPT = 500  # ended requests, about 1 KB each
 _DEFAULT_RUNNING, _DEFAULT_RECENT = 20, 200
 _BOUND_WINDOW_S = 60.0  # up to the last end
-# The phase (of timing.PHASES) in which a request is, by what its record says; the decode worker fetches while the
+# The phase (of timing.PHASES) of a request in each state. FETCHING is `prefill`: the decode worker fetches while the
 # prompt is being read.
 PHASE_OF: dict[RequestState | None, str] = {
     None: "tokenize",
@@ -41,25 +41,26 @@ class EndedRequest(NamedTuple):
 
 
 class RecentRequests:
-    """Belongs to the event loop."""
+    """The running and the latest ended requests. Belongs to the event loop."""
 
     def __init__(self, worker_started_at: Callable[[], float] = lambda: 0.0) -> None:
-        """`worker_started_at`: when the youngest worker joined first (time.monotonic())."""
+        """Begin without requests. `worker_started_at()`: when the newest worker joined first, in time.monotonic()."""
         self._worker_started_at = worker_started_at
         self._running: dict[int, RequestRecord] = {}
-        self.last: deque[EndedRequest] = deque(maxlen=NUM_KEPT)  # that have ended, the latest one at its end
+        self.last: deque[EndedRequest] = deque(maxlen=NUM_KEPT)  # ended requests, the latest one at the end
         self._since = now()
         self._cpu = CpuUsage()
         self._num_ended = self._num_answered = self._num_input = self._num_output = 0
 
     @property
     def num_running(self) -> int:
-        """Requests in the gateway."""
+        """The number of requests in the gateway."""
         return len(self._running)
 
     @property
     def num_running_by_model(self) -> dict[str, int]:
-        """Requests in the gateway by the model that they named; empty: none that is served, or not read yet."""
+        """The number of requests in the gateway by model; "" for those that named none that is served, or are not read
+        yet."""
         return dict(Counter(record.model for record in self._running.values()))
 
     def began(self, record: RequestRecord) -> None:
@@ -67,12 +68,12 @@ class RecentRequests:
         self._running[id(record)] = record
 
     def ended(self, record: RequestRecord, error: BaseException | None) -> None:
-        """Keep a request that has ended, however it did, without its prompt."""
+        """Keep a request that has ended, however it ended, without its prompt."""
         self._running.pop(id(record), None)
         record.validated = record.validated and record.validated.without_content()
         self.last.append(EndedRequest(record, outcome(error), now()))
         self._num_ended += 1
-        if error is None:  # only of these are the lengths known
+        if error is None:  # only these have known lengths
             self._num_answered += 1
             self._num_input += record.num_prompt_tokens or 0
             self._num_output += record.num_output_tokens
@@ -110,7 +111,7 @@ class RecentRequests:
         ).sentence
 
     def _facts(self, last: Sequence[RequestRecord]) -> PromptFacts:
-        """Return what the prompts of `last` were like, beside those from before a worker started."""
+        """Return what the prompts of `last` were like, compared with those before the newest worker joined."""
         started_at = self._worker_started_at()
         before = [record for record, how, _ in self.last if how[0] == "ok" and record.stamps.received < started_at]
         since = [record for record in last if record.stamps.received >= started_at] or last

@@ -1,12 +1,12 @@
-"""The gateway's spans of a request, made from its record when it has ended, however it ended. No content goes in.
+"""Make the gateway's spans of a request from its record when it has ended, however it ended. They have no content.
 
     {operation} {model}          events: retry (a worker had no room), migration (an attempt ended, another began)
-      ▸ tokenize                 only where the request ended in it
+      ▸ tokenize                 only if the request ended in it
       ▸ route ▸ admit
       ▸ prefill.wait             only of requests that waited for room on a prefill worker
-      ▸ prefill | kv.transfer | decode   only in place of those that a lost worker can no longer emit
+      ▸ prefill | kv.transfer | decode   only in place of spans that a lost worker cannot emit
 
-A failure is on the span that it happened in and on the root, not on earlier ones.
+A failure is recorded on the span in which it happened and on the root.
 """
 
 from collections.abc import Iterator
@@ -21,7 +21,7 @@ from gateway.request.request_state import RequestState
 from gateway.request.timing import breakdown
 
 _SAMPLING = [name for name, param in SAMPLING_PARAMS.items() if param.in_traces]
-_LEAST_WAIT_S = 0.001  # a shorter one was no wait
+_LEAST_WAIT_S = 0.001  # a shorter wait is none
 _LOST = {
     RequestState.ADMITTING: "admit",
     RequestState.AWAITING_PREFILL: "prefill.wait",
@@ -31,7 +31,7 @@ _LOST = {
 
 
 class _Outcome(NamedTuple):
-    """How a request ended. Not the exception: its traceback holds all that the request had."""
+    """How a request ended. It has no exception, whose traceback would keep all that the request had."""
 
     is_error: bool
     status: str
@@ -39,7 +39,7 @@ class _Outcome(NamedTuple):
 
 
 def emit(record: RequestRecord, error: BaseException | None) -> None:
-    """Emit the spans of a request that has ended, by its stamps, within a second. Workers emit their own."""
+    """Emit the spans of a request that has ended, from its stamps, within a second. Workers emit their own spans."""
     if telemetry.enabled() and record.context.sampled:
         outcome = _Outcome(error is not None, _status(error), _error_attributes(error))
         telemetry.emit_later(_emit_request, record, outcome)
@@ -75,7 +75,7 @@ def _emit_request(record: RequestRecord, outcome: _Outcome) -> None:
 def _emit_child(
     record: RequestRecord, name: str, begin: float, end: float | None, attributes: dict, outcome: _Outcome
 ) -> None:
-    """Emit the span of a phase; `end` None: the request ended in it."""
+    """Emit the span of a phase. `end` is None if the request ended in it."""
     status = "ok" if end is not None else outcome.status
     attributes = attributes | outcome.attributes if end is None else attributes
     window_ns = CLOCK.wall_ns(begin), CLOCK.wall_ns(end or record.stamps.ended)
@@ -83,8 +83,8 @@ def _emit_child(
 
 
 def _emit_lost(record: RequestRecord, failure: Failure) -> None:
-    """Emit the span of what a worker did that has gone or is silent, as seen from here."""
-    name = _LOST.get(failure.phase, "prefill" if failure.is_prefill else "kv.transfer")  # fetching: two work at it
+    """Emit the span of the work of a worker that was lost or is silent, as seen from here."""
+    name = _LOST.get(failure.phase, "prefill" if failure.is_prefill else "kv.transfer")  # FETCHING has two workers
     attributes = {
         "error.type": failure.reason,
         "baton.worker": failure.worker,
@@ -169,8 +169,8 @@ def _request_attributes(record: RequestRecord) -> dict[str, object]:
 
 
 def _shortest(value: float) -> float:
-    """Return the shortest number that is the same in fp32, which is what messages carry: 0.6, not
-    0.6000000238418579. An integer stays one."""
+    """Return the shortest number that equals `value` in fp32, which messages carry: 0.6, not 0.6000000238418579. An
+    integer is returned unchanged."""
     return value if isinstance(value, int) else float(f"{value:.7g}")
 
 
