@@ -1,7 +1,5 @@
 """Find how long an answer may get, once the length of its prompt is known."""
 
-from typing import NoReturn
-
 from baton.service.errors import ContextLengthExceeded, InvalidRequest
 from gateway.config.served_model import ServedModel
 from gateway.request.validation import ValidatedRequest, refuse_length
@@ -19,17 +17,19 @@ def resolve_max_tokens(validated: ValidatedRequest, num_prompt_tokens: int, serv
         message = f"input length and `max_tokens` exceed context limit: {sums}, {served.context_words}: {room} are left"
         raise ContextLengthExceeded("stopping.max_tokens", message)
     elif validated.num_choices * max_tokens > served.limits.output_tokens:
-        _refuse("sampling.n", f"n x max_tokens is over {served.limits.output_tokens}")
+        raise InvalidRequest("sampling.n", f"n x max_tokens is over {served.limits.output_tokens}")
     elif _numbers_a_token(validated) * validated.num_choices * max_tokens > (most := served.limits.output_logprobs):
-        _refuse("sampling.logprobs", f"(logprobs + 2) x n x max_tokens is over {most}")
+        raise InvalidRequest("sampling.logprobs", f"(logprobs + 2) x n x max_tokens is over {most}")
     num_asked = (validated.num_prompt_logprobs + 1) * num_prompt_tokens
     if validated.asks_for_prompt_logprobs and num_asked > (most := served.limits.prompt_logprobs):
-        _refuse("sampling.prompt_logprobs", f"asks for {num_asked} of {num_prompt_tokens} tokens, {most} are allowed")
+        raise InvalidRequest(
+            "sampling.prompt_logprobs", f"asks for {num_asked} of {num_prompt_tokens} tokens, {most} are allowed"
+        )
     for index, num_received in enumerate(validated.resume_from):
         if num_received > max_tokens:
-            _refuse(f"resume_from[{index}]", f"{num_received} is over max_tokens, {max_tokens}")
+            raise InvalidRequest(f"resume_from[{index}]", f"{num_received} is over max_tokens, {max_tokens}")
     if validated.min_tokens > max_tokens:
-        _refuse("stopping.min_tokens", f"{validated.min_tokens} is over max_tokens, {max_tokens}")
+        raise InvalidRequest("stopping.min_tokens", f"{validated.min_tokens} is over max_tokens, {max_tokens}")
     return max_tokens
 
 
@@ -64,11 +64,7 @@ def room_behind(validated: ValidatedRequest, num_prompt_tokens: int, served: Ser
     prompt is empty."""
     room = served.context - num_prompt_tokens
     if num_prompt_tokens == 0:
-        _refuse(validated.prompt.field, "is an empty prompt")
+        raise InvalidRequest(validated.prompt.field, "is an empty prompt")
     if room < 1:
         refuse_length(validated.prompt.field, num_prompt_tokens, served.context - 1, served)
     return room
-
-
-def _refuse(field: str, message: str) -> NoReturn:
-    raise InvalidRequest(field, message)

@@ -110,7 +110,9 @@ def check_size(request, where: str = "token_ids") -> None:
     if (num_bytes := request.ByteSize()) > MAX_REQUEST_BYTES:
         if "input" in request.DESCRIPTOR.oneofs_by_name:
             where = request.WhichOneof("input")
-        _refuse(where or "request", f"the request has {num_bytes} bytes, at most {MAX_REQUEST_BYTES} are allowed")
+        raise InvalidRequest(
+            where or "request", f"the request has {num_bytes} bytes, at most {MAX_REQUEST_BYTES} are allowed"
+        )
 
 
 def validate(
@@ -165,10 +167,10 @@ def check_input(
     """Return the prompt. `may_be_empty`: a text may be empty. Raises InvalidRequest."""
     kind = request.WhichOneof("input")
     if kind is None:
-        _refuse("input", "one of text, token_ids and messages is needed")
+        raise InvalidRequest("input", "one of text, token_ids and messages is needed")
     if kind == "text":
         if not request.text and not may_be_empty:
-            _refuse("text", "is empty")
+            raise InvalidRequest("text", "is empty")
         return PromptInput(text=request.text)
     if kind == "token_ids":
         check_num_tokens(len(request.token_ids.ids), served, "token_ids.ids")
@@ -180,7 +182,9 @@ def check_detokenize(request: pb.DetokenizeRequest) -> None:
     """Raise InvalidRequest for a message that is too large."""
     check_size(request)
     if request.return_tokens and (num_ids := len(request.token_ids)) > MAX_TOKEN_TEXTS:
-        _refuse("token_ids", f"has {num_ids} ids, at most {MAX_TOKEN_TEXTS} are allowed with return_tokens")
+        raise InvalidRequest(
+            "token_ids", f"has {num_ids} ids, at most {MAX_TOKEN_TEXTS} are allowed with return_tokens"
+        )
 
 
 def check_num_tokens(num_tokens: int, served: ServedModel, where: str) -> None:
@@ -192,11 +196,11 @@ def check_num_tokens(num_tokens: int, served: ServedModel, where: str) -> None:
 def check_token_ids(ids, vocab_size: int, where: str) -> array:
     """Return the ids as a compact array. Raises InvalidRequest if there are none, or one is outside the vocabulary."""
     if not ids:
-        _refuse(where, "is empty")
+        raise InvalidRequest(where, "is empty")
     ids = ids[:]  # a list: iterating over the message's own field takes three times as long
     if max(ids) >= vocab_size:
         index = next(i for i, token_id in enumerate(ids) if token_id >= vocab_size)
-        _refuse(f"{where}[{index}]", f"is out of range: the vocabulary has {vocab_size} ids")
+        raise InvalidRequest(f"{where}[{index}]", f"is out of range: the vocabulary has {vocab_size} ids")
     return array("I", ids)  # a tuple takes nine times as much
 
 
@@ -214,7 +218,7 @@ def request_id_of(given: str) -> str:
 
 def _check_request_id(given: str) -> None:
     if given and not REQUEST_ID.fullmatch(given):
-        _refuse("request_id", f"must match {REQUEST_ID.pattern}")
+        raise InvalidRequest("request_id", f"must match {REQUEST_ID.pattern}")
 
 
 def _key_id(request_id: str, tenant: str) -> str:
@@ -230,11 +234,13 @@ def _resume_from(request: pb.GenerateRequest, sampling: worker_pb2.WorkerSamplin
     if not request.resume_from:
         return ()
     if len(request.resume_from) != sampling.n:
-        _refuse("resume_from", f"has {len(request.resume_from)} entries for {sampling.n} choices: one each is needed")
+        raise InvalidRequest(
+            "resume_from", f"has {len(request.resume_from)} entries for {sampling.n} choices: one each is needed"
+        )
     if not request.request_id:
-        _refuse("resume_from", "needs the request_id of the request that it continues")
+        raise InvalidRequest("resume_from", "needs the request_id of the request that it continues")
     if sampling.temperature and not request.sampling.HasField("seed"):
-        _refuse(
+        raise InvalidRequest(
             "resume_from", "needs sampling.seed as the first message gave it: with another seed the answer would differ"
         )
     return tuple(request.resume_from)
@@ -255,39 +261,39 @@ def _sampling(asked: pb.Sampling, served: ServedModel) -> worker_pb2.WorkerSampl
         if name == "temperature":
             value = settle_temperature(value)
         if name in SAMPLING_PARAMS and (problem := SAMPLING_PARAMS[name].range.problem(value)):
-            _refuse(f"sampling.{name}", problem)
+            raise InvalidRequest(f"sampling.{name}", problem)
         setattr(resolved, name, value)
     if not 1 <= resolved.n <= served.limits.choices:
-        _refuse("sampling.n", f"must be 1 to {served.limits.choices}")
+        raise InvalidRequest("sampling.n", f"must be 1 to {served.limits.choices}")
     for name in ("logprobs", "prompt_logprobs"):
         if getattr(resolved, name) > served.limits.logprobs:
-            _refuse(f"sampling.{name}", f"must be at most {served.limits.logprobs}")
+            raise InvalidRequest(f"sampling.{name}", f"must be at most {served.limits.logprobs}")
     return resolved
 
 
 def _stream_interval_s(given_ms: int) -> float:
     if given_ms > MAX_STREAM_INTERVAL_MS:
-        _refuse("stream_interval_ms", f"{given_ms} is over {MAX_STREAM_INTERVAL_MS}, a minute")
+        raise InvalidRequest("stream_interval_ms", f"{given_ms} is over {MAX_STREAM_INTERVAL_MS}, a minute")
     return given_ms / 1e3
 
 
 def _slo_class(name: str, served: ServedModel) -> str:
     if name and name not in served.slo_classes:
-        _refuse("slo_class", f"{name[:40]!r} is not one of: {', '.join(sorted(served.slo_classes))}")
+        raise InvalidRequest("slo_class", f"{name[:40]!r} is not one of: {', '.join(sorted(served.slo_classes))}")
     return name or DEFAULT_CLASS
 
 
 def _echo(request: pb.GenerateRequest) -> bool:
     if request.echo and request.HasField("messages"):
-        _refuse("echo", "is for text and token_ids, not for messages")
+        raise InvalidRequest("echo", "is for text and token_ids, not for messages")
     return request.echo
 
 
 def _suffix(request: pb.GenerateRequest) -> str:
     if request.suffix and not request.HasField("text"):
-        _refuse("suffix", "is for text, not for token_ids and messages")
+        raise InvalidRequest("suffix", "is for text, not for token_ids and messages")
     if request.suffix and request.echo:
-        _refuse("suffix", "is not for a prompt that is echoed, which is another one then")
+        raise InvalidRequest("suffix", "is not for a prompt that is echoed, which is another one then")
     return request.suffix
 
 
@@ -297,18 +303,18 @@ def _constraint(request: pb.GenerateRequest) -> Constraint | None:
     try:
         return constraint_of(request.constraint)
     except BadConstraint as error:
-        _refuse(f"constraint.{error.place}" if error.place else "constraint", error.reason)
+        raise InvalidRequest(f"constraint.{error.place}" if error.place else "constraint", error.reason) from None
 
 
 def _speculation(speculation: pb.Speculation, served: ServedModel) -> pb.Speculation:
     known = served.proposers
     if known is not None and speculation.proposer not in ("", "off", *known):
         run = ", ".join(sorted(known)) or "none"
-        _refuse(
+        raise InvalidRequest(
             "speculation.proposer", f"{speculation.proposer[:40]!r} is not available here: use off, or one of: {run}"
         )
     if speculation.num_tokens > MAX_DRAFT_TOKENS:
-        _refuse("speculation.num_tokens", f"must be at most {MAX_DRAFT_TOKENS}")
+        raise InvalidRequest("speculation.num_tokens", f"must be at most {MAX_DRAFT_TOKENS}")
     if not speculation.ByteSize():
         return _NO_SPECULATION
     copy = pb.Speculation()  # a part of a message would keep the whole message in memory
@@ -319,12 +325,14 @@ def _speculation(speculation: pb.Speculation, served: ServedModel) -> pb.Specula
 def _check_logit_bias(logit_bias: Mapping[int, float], served: ServedModel) -> None:
     if len(logit_bias) > served.limits.logit_bias:
         limit = served.limits.logit_bias
-        _refuse("sampling.logit_bias", f"has {len(logit_bias)} entries, at most {limit} are allowed")
+        raise InvalidRequest("sampling.logit_bias", f"has {len(logit_bias)} entries, at most {limit} are allowed")
     for token_id, bias in logit_bias.items():
         if token_id >= served.vocab_size:
-            _refuse("sampling.logit_bias", f"{token_id} is out of range: the vocabulary has {served.vocab_size} ids")
+            raise InvalidRequest(
+                "sampling.logit_bias", f"{token_id} is out of range: the vocabulary has {served.vocab_size} ids"
+            )
         if SHIFT.problem(bias):
-            _refuse("sampling.logit_bias", f"the bias of {token_id} {SHIFT.rule}")
+            raise InvalidRequest("sampling.logit_bias", f"the bias of {token_id} {SHIFT.rule}")
 
 
 def _max_tokens(stopping: pb.Stopping, served: ServedModel) -> int | None:
@@ -341,10 +349,10 @@ def _max_tokens(stopping: pb.Stopping, served: ServedModel) -> int | None:
 
 def _stops(stops, limits: RequestLimits) -> tuple[str, ...]:
     if len(stops) > limits.stops:
-        _refuse("stopping.stop", f"has {len(stops)} strings, at most {limits.stops} are allowed")
+        raise InvalidRequest("stopping.stop", f"has {len(stops)} strings, at most {limits.stops} are allowed")
     for index, stop in enumerate(stops):
         if not 1 <= len(stop.encode()) <= limits.stop_bytes:
-            _refuse(f"stopping.stop[{index}]", f"must have 1 to {limits.stop_bytes} bytes")
+            raise InvalidRequest(f"stopping.stop[{index}]", f"must have 1 to {limits.stop_bytes} bytes")
     return tuple(stops)
 
 
@@ -354,10 +362,6 @@ def _stop_token_ids(stopping: pb.Stopping, served: ServedModel) -> frozenset[int
     if not (num_ids := len(stopping.stop_token_ids)):
         return ends  # one set for all requests
     if num_ids > (most := served.limits.stop_token_ids):
-        _refuse("stopping.stop_token_ids", f"has {num_ids} ids, at most {most} are allowed")
+        raise InvalidRequest("stopping.stop_token_ids", f"has {num_ids} ids, at most {most} are allowed")
     check_token_ids(stopping.stop_token_ids, served.vocab_size, "stopping.stop_token_ids")
     return ends.union(stopping.stop_token_ids)
-
-
-def _refuse(field: str, message: str) -> NoReturn:
-    raise InvalidRequest(field, message)
