@@ -30,7 +30,7 @@ from gateway.request.prompt_batch import PromptBatch
 from gateway.request.request_record import RequestRecord
 from gateway.request.scoring import LABELS, check_score, score_of
 from gateway.request.timing import Stamps
-from gateway.request.validation import check_detokenize, check_model, check_size, request_id_of, validate
+from gateway.request.validation import check_detokenize, check_model, check_size, resolve_request_id, validate
 from gateway.text.detokenizer import Detokenizer
 
 # gRPC tells a server of a deadline in few digits, rounded up by 1 % at most; its client ends the call at the exact one.
@@ -44,7 +44,7 @@ class CallContext(NamedTuple):
 
     time_left_s: float | None = None  # None: the client named no deadline
     parent: TraceContext | None = None  # the client's span
-    names_deadline: bool = True  # False: `time_left_s` is what it has without
+    has_deadline: bool = True  # False: `time_left_s` is what it has without
 
     def after(self, seconds: float) -> "CallContext":
         """Return it as it is so much later."""
@@ -110,7 +110,7 @@ class RequestHandler:
         """Return it with the deadline that it has in any case."""
         if call.time_left_s is not None:
             return call
-        return call._replace(time_left_s=self._settings.default_timeout_s, names_deadline=False)
+        return call._replace(time_left_s=self._settings.default_timeout_s, has_deadline=False)
 
     def max_concurrent(self, asked: str) -> int | None:
         """Return how many choices of this model the tenant of the call may have running; None: any number."""
@@ -161,7 +161,7 @@ class RequestHandler:
         """Return how many numbers a vector will have, 0 where no worker has said yet. Raises what `embed` would for
         what can be seen of the request alone: InvalidRequest, NotFound, Unavailable."""
         version = self._catalog.find(request.model, guard.tenant())
-        self._embed_batch(request, version, request_id_of(request.request_id))
+        self._embed_batch(request, version, resolve_request_id(request.request_id))
         return request.dimensions or _hidden_size(version)
 
     async def score(self, request: pb.ScoreRequest, call: CallContext) -> pb.ScoreResponse:
@@ -281,7 +281,7 @@ class RequestHandler:
 
     def _opened(self, call: CallContext, record: RequestRecord) -> float:
         """Return the deadline of a request. Raises BatonError where none is taken any more."""
-        record.names_deadline = call.names_deadline and call.time_left_s is not None
+        record.has_deadline = call.has_deadline and call.time_left_s is not None
         record.asked_s = call.time_left_s or 0.0
         deadline = self._deadline(call, record.stamps.received)
         if self.is_draining:
@@ -301,12 +301,12 @@ class RequestHandler:
             model=self._catalog.only_name,  # until the request's is known
             operation=operation,
             tenant=guard.tenant(),
-            request_id=request_id_of(given_id),
+            request_id=resolve_request_id(given_id),
         )
 
     def words_of_cut(self, record: RequestRecord) -> str:
         """Return what to add where a deadline passed that is not the client's; nothing where it is."""
-        if not record.names_deadline:
+        if not record.has_deadline:
             given_s = min(self._settings.default_timeout_s, self.max_timeout_s)
             return f": the request named no deadline, and has {given_s:g} s here"
         if record.asked_s > self.max_timeout_s:
@@ -355,7 +355,7 @@ class _Recording(_ErrorMapping):
 def _is_at_deadline(record: RequestRecord) -> bool:
     """Return whether the deadline that the client named passes about now: whose timer is the first is chance."""
     least_s = (1 - _ROUNDED_SHARE) * record.asked_s - _ON_ITS_WAY_S
-    return record.names_deadline and now() - record.stamps.received >= least_s
+    return record.has_deadline and now() - record.stamps.received >= least_s
 
 
 def _hidden_size(version: ModelVersion) -> int:

@@ -13,7 +13,7 @@ from baton.service.logs import fields
 from baton.service.settings import SettingsError
 from gateway.catalog.model_version import ModelVersion
 from gateway.config.served_model import ServedModel
-from gateway.request.validation import not_known, not_served
+from gateway.request.validation import model_not_served_error, unknown_model_error
 
 MAX_MODELS = 64  # names of models; each one is a label of every metric
 _IDENTITY = re.compile(r"[0-9a-f]{64}")
@@ -89,7 +89,7 @@ class Catalog:
         if len(found) == 1:
             return found[0]
         if not found:
-            raise not_known(asked, models)
+            raise unknown_model_error(asked, models)
         raise InvalidRequest("model", _ambiguous(asked, models))
 
     def find_or_first(self, asked: str, tenant: str) -> ModelVersion:
@@ -146,7 +146,7 @@ class Catalog:
         FailedPrecondition."""
         named = [version for version in self.versions if version.name == name and not version.fleet.is_retired]
         if not named:
-            raise not_served(name, [version.seen_by() for version in self.current])
+            raise model_not_served_error(name, [version.seen_by() for version in self.current])
         if self.only_name:
             raise FailedPrecondition(f"{name} is the only model that is served: add another before")
         for version in named:

@@ -21,7 +21,7 @@ from gateway.model.model_folder import ModelFolder
 from gateway.model.model_identities import ModelIdentities
 from gateway.prefix.cluster_secret import derived_secret
 from gateway.routing.latency_model import PaceEstimator
-from gateway.routing.routing import RoutingRequest, can_decode, needs
+from gateway.routing.routing import RoutingRequest, can_decode, describe_needs
 from kvtransfer.naming import ModelIdentity
 
 _LOOK_S = 0.25  # between two looks whether a worker may still come, which may lapse without an event
@@ -140,7 +140,7 @@ class ModelFleet:
             if not any(feature in limits.features for limits in known):
                 raise InvalidRequest(_FEATURE_FIELDS.get(feature, "model"), "no decode worker that serves can do this")
         if known and not any(can_decode(request._replace(num_choices=1), limits) for limits in known):
-            raise InvalidRequest("model", f"no decode worker that serves can hold {needs(request)}")
+            raise InvalidRequest("model", f"no decode worker that serves can hold {describe_needs(request)}")
         if known and not any(can_decode(request, limits) for limits in known):
             most = max(limits.num_blocks for limits in known)
             why = f"the prompt's end needs a KV block for each choice, and the largest decode worker has {most} blocks"

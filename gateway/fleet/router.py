@@ -23,7 +23,7 @@ from gateway.routing.routing import (
     choose_prefill_for_taker,
     choose_prefill_worker,
     compatible,
-    needs,
+    describe_needs,
 )
 
 _STAND_IN = {"prefill": "decode", "decode": "prefill"}  # role -> the role that does its work while none of it serves
@@ -173,7 +173,7 @@ class Router:
                     request, self._candidates.as_candidates(near.values(), Matches(), request)
                 ):
                     return near[best.name]
-        raise NoWorker(f"no prefill worker that serves can read {needs(request)}")
+        raise NoWorker(f"no prefill worker that serves can read {describe_needs(request)}")
 
     def may_come(self, role: str, request: RoutingRequest) -> bool:
         """Return whether a worker of this role, or one that stands in, may come to serve soon and can hold the

@@ -8,7 +8,7 @@ from gateway.orchestration.request_context import RequestContext
 from gateway.orchestration.states import Occurrence
 from gateway.queue.waiting_queue import WaitingQueue
 from gateway.request.request_state import RequestState
-from gateway.routing.routing import AWAITS_ADAPTER, needs
+from gateway.routing.routing import AWAITS_ADAPTER, describe_needs
 
 
 def ask_for_credit(request: RequestContext, event: Occurrence[object]) -> RequestState:
@@ -52,7 +52,7 @@ def queue_for_credit(request: RequestContext, event: Occurrence[pb.Refused]) -> 
     elif router.has_worker("decode"):
         request.queue_place.join(request.queues.credit)
     else:
-        message = f"no decode worker that serves can hold {needs(router.request)}"
+        message = f"no decode worker that serves can hold {describe_needs(router.request)}"
         queue_for_worker(request, NoWorker(message))
 
 

@@ -224,7 +224,7 @@ class Pipeline:
         """Return the SLO of the class that the request names, or an empty one if it names none.
 
         A class that is only assumed is counted in metrics, but is no reason to refuse the request."""
-        return self.slo_classes[validated.slo_class] if validated.names_class else Slo()
+        return self.slo_classes[validated.slo_class] if validated.has_slo_class else Slo()
 
     async def tokenize(
         self, request: pb.TokenizeRequest, model: ServedModel, tenant: str, deadline: float

@@ -2,7 +2,7 @@
 
 from baton.service.errors import ContextLengthExceeded, InvalidRequest
 from gateway.config.served_model import ServedModel
-from gateway.request.validation import ValidatedRequest, refuse_length
+from gateway.request.validation import ValidatedRequest, prompt_too_long_error
 
 USUAL_TOKENS = 256  # of an answer whose length nobody has limited
 
@@ -66,5 +66,5 @@ def room_behind(validated: ValidatedRequest, num_prompt_tokens: int, served: Ser
     if num_prompt_tokens == 0:
         raise InvalidRequest(validated.prompt.field, "is an empty prompt")
     if room < 1:
-        refuse_length(validated.prompt.field, num_prompt_tokens, served.context - 1, served)
+        raise prompt_too_long_error(validated.prompt.field, num_prompt_tokens, served.context - 1, served)
     return room

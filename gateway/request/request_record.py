@@ -52,7 +52,7 @@ class RequestRecord:
     tenant: str = DEFAULT_TENANT  # from the credential, never from the message
     request_id: str = ""
     validated: ValidatedRequest | None = None
-    names_deadline: bool = True
+    has_deadline: bool = True
     asked_s: float = 0.0  # the time that the client gave it, if it names a deadline
     measured: Measured = field(default_factory=Measured)
     num_prompt_tokens: int | None = None

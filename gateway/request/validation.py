@@ -7,7 +7,6 @@ import secrets
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NoReturn
 
 from baton.constraints.constraint import BadConstraint, Constraint, constraint_of
 from baton.protocol import DEFAULT_TENANT, MAX_DRAFT_TOKENS
@@ -50,7 +49,7 @@ class ValidatedRequest:
     speculation: pb.Speculation  # as asked for
     slo_class: str
     resume_from: tuple[int, ...] = ()  # tokens of each choice that the client already has; empty: a new answer
-    names_class: bool = False  # the client named the class
+    has_slo_class: bool = False  # the client named the class
     constraint: Constraint | None = field(default=None, repr=False)  # its kind is known, its text not checked yet
     echo: bool = False
     echo_token_ids: bool = False
@@ -81,20 +80,20 @@ def check_model(asked: str, served: ServedModel) -> bytes:
     """Return the identity of the adapter that a request names, or b"" if it names the model itself or nothing. Raises
     NotFound for a name that is not served, NoWorker if that is not known yet."""
     if (adapter := served.find(asked)) is None:
-        raise not_known(asked, [served])
+        raise unknown_model_error(asked, [served])
     return adapter
 
 
-def not_known(asked: str, models: Sequence[ServedModel]) -> NotFound | NoWorker:
+def unknown_model_error(asked: str, models: Sequence[ServedModel]) -> NotFound | NoWorker:
     """Return the error of a request whose model is none of these, nor an adapter that their workers have named so
     far."""
     if all(model.is_whole for model in models):
-        return not_served(asked, models)
+        return model_not_served_error(asked, models)
     message = f"model {asked[:80]!r} is not known here before all workers have said which adapters they hold"
     return NoWorker(message)
 
 
-def not_served(asked: str, models: Sequence[ServedModel]) -> NotFound:
+def model_not_served_error(asked: str, models: Sequence[ServedModel]) -> NotFound:
     """Return the error that lists what is served instead of `asked`."""
     named = []
     for model in models:
@@ -123,14 +122,14 @@ def validate(
     request_id: str = "",
 ) -> ValidatedRequest:
     """Return the request after every check that is possible before tokenizing. A priority above `max_priority` is
-    lowered to that; `request_id` is the one drawn by `request_id_of`, if the caller has it. Raises InvalidRequest,
+    lowered to that; `request_id` is the one drawn by `resolve_request_id`, if the caller has it. Raises InvalidRequest,
     NotFound or NoWorker."""
     check_size(request)
     adapter = check_model(request.model, served)
     prompt = check_input(request, served, may_be_empty=bool(request.suffix))
     stopping = request.stopping
     _check_request_id(request.request_id)
-    request_id, sampling = request_id or request_id_of(request.request_id), _sampling(request.sampling, served)
+    request_id, sampling = request_id or resolve_request_id(request.request_id), _sampling(request.sampling, served)
     resume_from = _resume_from(request, sampling)
     return ValidatedRequest(
         request_id=request_id,
@@ -147,7 +146,7 @@ def validate(
         priority=min(request.priority, max_priority),
         speculation=_speculation(request.speculation, served),
         slo_class=_slo_class(request.slo_class, served),
-        names_class=bool(request.slo_class),
+        has_slo_class=bool(request.slo_class),
         resume_from=resume_from,
         constraint=_constraint(request),
         echo=_echo(request),
@@ -190,7 +189,7 @@ def check_detokenize(request: pb.DetokenizeRequest) -> None:
 def check_num_tokens(num_tokens: int, served: ServedModel, where: str) -> None:
     """Raise InvalidRequest for more tokens than the context, before each of them is checked."""
     if num_tokens > served.context:
-        refuse_length(where, num_tokens, served.context, served)
+        raise prompt_too_long_error(where, num_tokens, served.context, served)
 
 
 def check_token_ids(ids, vocab_size: int, where: str) -> array:
@@ -204,13 +203,13 @@ def check_token_ids(ids, vocab_size: int, where: str) -> array:
     return array("I", ids)  # a tuple takes nine times as much
 
 
-def refuse_length(field: str, num_tokens: int, most: int, served: ServedModel) -> NoReturn:
-    """Raise ContextLengthExceeded for a prompt of more than `most` tokens."""
+def prompt_too_long_error(field: str, num_tokens: int, most: int, served: ServedModel) -> ContextLengthExceeded:
+    """Return the error for a prompt of more than `most` tokens."""
     message = f"prompt is too long: {num_tokens} tokens > {most}: {served.context_words} is {served.context}"
-    raise ContextLengthExceeded(field, message)
+    return ContextLengthExceeded(field, message)
 
 
-def request_id_of(given: str) -> str:
+def resolve_request_id(given: str) -> str:
     """Return the id of a request: the one that it gives, or a drawn one if it gives none or an invalid one, for which
     it will be refused."""
     return given if REQUEST_ID.fullmatch(given) else secrets.token_hex(12)

@@ -193,7 +193,7 @@ def choose(
         raise NoRoute("no decode worker serves")
     decode = [worker for worker in decode if can_decode(request, worker.limits)]
     if not decode:
-        raise NoRoute(f"no decode worker that serves can hold {needs(request)}")
+        raise NoRoute(f"no decode worker that serves can hold {describe_needs(request)}")
     prefill = [] if split == "never" else prefill
     able = [worker for worker in prefill if can_prefill(request, worker.limits)]
     decode_costs = {worker.name: _decode_cost_s(request, worker) for worker in decode}
@@ -364,7 +364,7 @@ def _late_s(predicted_s: float, bound_s: float | None, times: float) -> float:
 # ---- in words, for errors and spans ----
 
 
-def needs(request: RoutingRequest) -> str:
+def describe_needs(request: RoutingRequest) -> str:
     """Describe what can_decode asks for, for errors."""
     choices = f" in {request.num_choices} choices" if request.num_choices > 1 else ""
     features = f" and has {', '.join(sorted(request.features))}" if request.features else ""

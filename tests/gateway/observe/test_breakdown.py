@@ -182,10 +182,10 @@ async def test_the_deadline_passes(cluster, watch, gate):
 
 
 @pytest.mark.parametrize(
-    "names_deadline, left_s, outcome",
+    "has_deadline, left_s, outcome",
     [(True, 0.9, "failed"), (True, -0.01, "failed"), (True, 30.0, "cancelled"), (False, 0.9, "cancelled")],
 )
-async def test_a_deadline_is_one_whoever_sees_it_pass(cluster, watch, names_deadline, left_s, outcome):
+async def test_a_deadline_is_one_whoever_sees_it_pass(cluster, watch, has_deadline, left_s, outcome):
     """A client ends its call at its own deadline, of which gRPC has told the gateway a hundredth more at most."""
 
     async def emit(message) -> None:
@@ -193,7 +193,7 @@ async def test_a_deadline_is_one_whoever_sees_it_pass(cluster, watch, names_dead
 
     async with cluster() as c:
         hold(c, "decode")
-        call = CallContext(100.0, names_deadline=names_deadline)
+        call = CallContext(100.0, has_deadline=has_deadline)
         task = asyncio.create_task(c.gateway.handler.generate([make_request(PROMPT, max_tokens=6)], call, emit))
         await wait_for_gate(c, "decode")
         (record,) = c.gateway.recent._running.values()
