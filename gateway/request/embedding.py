@@ -1,11 +1,13 @@
 """Turn a call for embeddings into validated prompts, or raise InvalidRequest that names the field."""
 
+from collections.abc import Iterable, Iterator
+
 from baton.service.errors import InvalidRequest
 from baton.v1 import inference_pb2 as pb
 from baton.v1 import worker_pb2
 from gateway.config.served_model import ServedModel
-from gateway.request.prompt_batch import PromptBatch, in_place
-from gateway.request.validation import ValidatedRequest, check_model, check_size, validate
+from gateway.request.prompt_batch import PromptBatch, shared_request, validate_all
+from gateway.request.validation import check_model, check_size
 
 
 def check_embed(
@@ -23,43 +25,28 @@ def check_embed(
     dimensions = request.dimensions
     if request.HasField("dimensions") and not 1 <= dimensions <= (hidden_size or dimensions):
         raise InvalidRequest("dimensions", f"must be 1 to {hidden_size}" if hidden_size else "must be at least 1")
-    shared = pb.GenerateRequest(request_id=request.request_id, slo_class=request.slo_class, model=request.model)
-    if request.HasField("priority"):
-        shared.priority = request.priority
-    prompts: list[ValidatedRequest] = []
-    for index, given in enumerate(request.inputs):
-        prompts.append(_validated(index, given, shared, served, tenant, max_priority, request_id))
+    requests = _requests(shared_request(request), request.inputs)
+    prompts = validate_all(requests, _field_path, served, tenant, max_priority, request_id)
     pooling = worker_pb2.PoolingSpec(
         pooling=request.pooling or pb.POOLING_LAST,
         normalize=request.normalize or not request.HasField("normalize"),
         dimensions=dimensions,
     )
-    return PromptBatch(prompts, pooling, _place)
+    return PromptBatch(prompts, pooling, _field_path)
 
 
-def _validated(
-    index: int,
-    given: pb.EmbedInput,
-    shared: pb.GenerateRequest,
-    served: ServedModel,
-    tenant: str,
-    max_priority: int,
-    request_id: str,
-) -> ValidatedRequest:
-    request = pb.GenerateRequest()
-    request.CopyFrom(shared)
-    kind = given.WhichOneof("input")
-    if kind == "text":
-        request.text = given.text
-    elif kind is not None:
-        request.token_ids.CopyFrom(given.token_ids)
-    try:
-        return validate(request, served, tenant, max_priority, request_id)
-    except InvalidRequest as error:
-        if error.field in ("request_id", "slo_class"):
-            raise
-        raise in_place(error, _place(index, error.field or "")) from None
+def _requests(shared: pb.GenerateRequest, inputs: Iterable[pb.EmbedInput]) -> Iterator[pb.GenerateRequest]:
+    """Yield the request of each input."""
+    for given in inputs:
+        request = pb.GenerateRequest()
+        request.CopyFrom(shared)
+        kind = given.WhichOneof("input")
+        if kind == "text":
+            request.text = given.text
+        elif kind is not None:
+            request.token_ids.CopyFrom(given.token_ids)
+        yield request
 
 
-def _place(index: int, field: str) -> str:
+def _field_path(index: int, field: str) -> str:
     return f"inputs[{index}].{field}"

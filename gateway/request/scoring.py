@@ -2,15 +2,15 @@
 that asks for yes or no."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from baton.service.errors import InvalidRequest
 from baton.v1 import inference_pb2 as pb
 from baton.v1 import worker_pb2
 from gateway.config.served_model import ServedModel
 from gateway.request.messages import WITHOUT_THINKING
-from gateway.request.prompt_batch import PromptBatch, in_place
-from gateway.request.validation import MAX_REQUEST_BYTES, check_model, check_size, validate
+from gateway.request.prompt_batch import PromptBatch, shared_request, validate_all
+from gateway.request.validation import MAX_REQUEST_BYTES, check_model, check_size
 
 LABELS = ("yes", "no")
 _MAX_CHARACTERS = 4 * MAX_REQUEST_BYTES  # in all prompts of a call: each contains the query
@@ -37,24 +37,23 @@ def check_score(
     num_documents, most = len(request.documents), served.limits.inputs
     if not 1 <= num_documents <= most:
         raise InvalidRequest("documents", f"has {num_documents} texts, 1 to {most} are allowed")
-    shared = pb.GenerateRequest(request_id=request.request_id, slo_class=request.slo_class, model=request.model)
-    if request.HasField("priority"):
-        shared.priority = request.priority
-    shared.messages.chat_template_kwargs = WITHOUT_THINKING
-    shared.messages.messages.add(role="system", content=_SYSTEM)
-    shared.messages.messages.add(role="user")
     head = f"<Instruct>: {request.instruction or _INSTRUCTION}\n<Query>: {request.query}\n<Document>: "
     _check_length(head, request.documents)
-    prompts = []
-    for index, document in enumerate(request.documents):
+    requests = _requests(shared_request(request), head, request.documents)
+    prompts = validate_all(requests, _field_path, served, tenant, max_priority, request_id)
+    return PromptBatch(prompts, worker_pb2.PoolingSpec(label_token_ids=label_ids), _field_path)
+
+
+def _requests(shared: pb.GenerateRequest, head: str, documents: Iterable[str]) -> Iterator[pb.GenerateRequest]:
+    """Yield the request of each document: the same message each time, which is read before it is changed."""
+    shared.messages.chat_template_kwargs = WITHOUT_THINKING
+    shared.messages.messages.add(role="system", content=_SYSTEM)
+    user = shared.messages.messages.add(role="user")
+    for index, document in enumerate(documents):
         if not document:
             raise InvalidRequest(f"documents[{index}]", "is empty")
-        shared.messages.messages[1].content = head + document
-        try:
-            prompts.append(validate(shared, served, tenant, max_priority, request_id))
-        except InvalidRequest as error:
-            raise error if error.field in ("request_id", "slo_class") else in_place(error, _place(index, "")) from None
-    return PromptBatch(prompts, worker_pb2.PoolingSpec(label_token_ids=label_ids), _place)
+        user.content = head + document
+        yield shared
 
 
 def _check_length(head: str, documents: Sequence[str]) -> None:
@@ -71,5 +70,5 @@ def score_of(logprobs: Sequence[float]) -> float:
     return 1 / (1 + math.exp(min(no - yes, 700.0)))
 
 
-def _place(index: int, field: str) -> str:
+def _field_path(index: int, field: str) -> str:
     return f"documents[{index}]"
