@@ -9,7 +9,7 @@ _LEAST_WEIGHT = 0.5  # a fit with less weight has only old samples, and is not t
 # Imagined samples of a worker as fast as the others, added to its own. Lines fitted to the few samples of one worker
 # differ by chance: in bench/routing.py the one that had looked slow got a quarter of the mean's requests, the one that
 # had looked fast 1.37 times the mean.
-_PRIOR_SIGHTINGS = 8.0
+_PRIOR_SAMPLES = 8.0
 _RIDGE = 0.05  # share of the squared mean: how far the samples must spread before their slope counts
 _MOST_OFF = 4.0  # a single stall must not look like a slow worker; a slow worker still shows after a few samples
 _PACE_S = 0.5  # how long an estimate is reused
@@ -19,22 +19,22 @@ _RATED_TOKENS = 128  # a shorter prompt says more about round trips than about t
 
 class Pace(NamedTuple):
     """Costs in seconds: a fixed part and a part for each token, sequence or byte. The defaults hold until something is
-    measured. While `byte_s` is 0, routing goes by where the two workers are."""
+    measured. While `transfer_byte_s` is 0, routing goes by where the two workers are."""
 
-    prompt_s: float = 0.005
-    token_s: float = 1 / 5_000
-    step_s: float = 0.02
-    sequence_s: float = 0.0005
-    moved_s: float = 0.005
-    byte_s: float = 0.0
+    prefill_base_s: float = 0.005
+    prefill_token_s: float = 1 / 5_000
+    decode_base_s: float = 0.02
+    decode_sequence_s: float = 0.0005
+    transfer_base_s: float = 0.005
+    transfer_byte_s: float = 0.0
 
     def prefill_s(self, num_tokens: float) -> float:
         """Return the seconds to compute `num_tokens` of a prompt."""
-        return self.prompt_s + self.token_s * num_tokens
+        return self.prefill_base_s + self.prefill_token_s * num_tokens
 
     def tpot_s(self, num_sequences: float) -> float:
         """Return the seconds of one output token of each of `num_sequences` in a batch."""
-        return self.step_s + self.sequence_s * num_sequences
+        return self.decode_base_s + self.decode_sequence_s * num_sequences
 
 
 class Fit:
@@ -86,7 +86,7 @@ class _Factor:
         if not self._expected_s:
             return 1.0
         weight = self._weight * _kept(self._at, at)
-        return (weight * self._seconds / self._expected_s + _PRIOR_SIGHTINGS) / (weight + _PRIOR_SIGHTINGS)
+        return (weight * self._seconds / self._expected_s + _PRIOR_SAMPLES) / (weight + _PRIOR_SAMPLES)
 
 
 class PaceEstimator:
@@ -95,9 +95,9 @@ class PaceEstimator:
     def __init__(self, fleet: "PaceEstimator | None" = None):
         default = Pace()
         self._fits = {
-            "prefill": Fit(default.prompt_s, default.token_s),
-            "decode": Fit(default.step_s, default.sequence_s),
-            "transfer": Fit(default.moved_s, default.byte_s),
+            "prefill": Fit(default.prefill_base_s, default.prefill_token_s),
+            "decode": Fit(default.decode_base_s, default.decode_sequence_s),
+            "transfer": Fit(default.transfer_base_s, default.transfer_byte_s),
         }
         self._fleet = fleet
         self._factors = {name: _Factor() for name in self._fits}
@@ -128,15 +128,15 @@ class PaceEstimator:
     def _pace_now(self, at: float) -> Pace:
         if self._fleet is None:
             return Pace(*(part for fit in self._fits.values() for part in (fit.base, fit.slope)))
-        prompt_s, token_s, step_s, sequence_s, moved_s, byte_s = self._fleet.pace(at)
+        fleet = self._fleet.pace(at)
         prefill, decode, transfer = (factor.value(at) for factor in self._factors.values())
         return Pace(
-            prefill * prompt_s,
-            prefill * token_s,
-            decode * step_s,
-            decode * sequence_s,
-            transfer * moved_s,
-            transfer * byte_s,
+            prefill * fleet.prefill_base_s,
+            prefill * fleet.prefill_token_s,
+            decode * fleet.decode_base_s,
+            decode * fleet.decode_sequence_s,
+            transfer * fleet.transfer_base_s,
+            transfer * fleet.transfer_byte_s,
         )
 
     def _note(self, name: str, x: float, seconds: float, at: float) -> None:
@@ -145,8 +145,8 @@ class PaceEstimator:
             self._fits[name].add(x, seconds, at)
             return
         self._fleet._note(name, x, seconds, at)
-        line = self._fleet._fits[name]
-        self._factors[name].add(line.base + line.slope * x, seconds, at)
+        fit = self._fleet._fits[name]
+        self._factors[name].add(fit.base + fit.slope * x, seconds, at)
 
 
 class RecentLoad:

@@ -32,7 +32,7 @@ _HOP_S = 0.002
 # Pulling a prefix: an Offer and a dialogue, then bytes. The rates hold until bytes are measured: on one host less than
 # half of what bench/handoff.py sees through shared memory, since others move KV too; between hosts what 10 GbE carries.
 _PULL_S = 0.005
-_HERE_BYTE_S, _BYTE_S = 1 / 2e9, 1 / 1e9
+_SAME_HOST_BYTE_S, _BYTE_S = 1 / 2e9, 1 / 1e9
 _NUM_PULLED_FROM = 3  # holders of the longest prefixes that are priced as a source
 # The weight of a second beyond the bound of a class, of this request's or of one that runs.
 _LATE = 4.0
@@ -263,19 +263,19 @@ def _gain_s(taker: Candidate, holder: Candidate) -> float:
     if num_tokens <= 0 or not holder.kv_token_bytes or not compatible(holder, taker):
         return 0.0
     pull_s = _PULL_S + num_tokens * holder.kv_token_bytes * _byte_s(holder, taker)
-    return num_tokens * taker.pace.token_s - pull_s
+    return num_tokens * taker.pace.prefill_token_s - pull_s
 
 
 def _byte_s(source: Candidate, taker: Candidate) -> float:
-    return taker.pace.byte_s or (_HERE_BYTE_S if source.host_id == taker.host_id else _BYTE_S)
+    return taker.pace.transfer_byte_s or (_SAME_HOST_BYTE_S if source.host_id == taker.host_id else _BYTE_S)
 
 
 def _prefill_cost(request: RoutingRequest, worker: Candidate, gain_s: float, num_beside: float) -> _PrefillCost:
     """Return the price of reading the prompt on `worker`. `gain_s`: seconds saved by pulling a prefix; `num_beside`:
     sequences that wait meanwhile."""
     pace, missing = worker.pace, request.num_tokens - worker.num_matched_tokens
-    prefill_s = max(pace.prefill_s(missing) - gain_s, pace.prompt_s)
-    ttft_s = worker.num_waiting_tokens * pace.token_s + prefill_s
+    prefill_s = max(pace.prefill_s(missing) - gain_s, pace.prefill_base_s)
+    ttft_s = worker.num_waiting_tokens * pace.prefill_token_s + prefill_s
     return _PrefillCost(
         ttft_s + num_beside * prefill_s + _late_s(ttft_s, request.slo.ttft_s, 1), worker, ttft_s, prefill_s
     )
@@ -310,7 +310,7 @@ def _best_pair(
     for taker in sorted(decode, key=lambda worker: (decode_costs[worker.name], worker.name)):
         for cost in costs:
             least_s = cost.cost_s + decode_costs[taker.name] + _HOP_S
-            if best is not None and least_s + taker.pace.moved_s >= best.cost_s:
+            if best is not None and least_s + taker.pace.transfer_base_s >= best.cost_s:
                 break
             if compatible(cost.worker, taker):
                 cost_s = least_s + _unhidden_s(request, cost, taker)
@@ -324,7 +324,7 @@ def _best_pair(
 def _unhidden_s(request: RoutingRequest, cost: _PrefillCost, taker: Candidate) -> float:
     """Return the seconds by which moving KV delays the second token, beyond those hidden behind reading the prompt."""
     num_bytes = (request.num_tokens - taker.num_matched_tokens) * taker.kv_token_bytes
-    return taker.pace.moved_s + max(0.0, num_bytes * _byte_s(cost.worker, taker) - cost.prefill_s)
+    return taker.pace.transfer_base_s + max(0.0, num_bytes * _byte_s(cost.worker, taker) - cost.prefill_s)
 
 
 def _is_ready(worker: Candidate, apart: _Route) -> bool:
@@ -348,7 +348,7 @@ def _decode_cost_s(request: RoutingRequest, worker: Candidate) -> float:
     because of it, and penalties for missed bounds and missing room."""
     pace, num_beside = worker.pace, worker.num_sequences
     tpot_s = pace.tpot_s(num_beside + 1)
-    cost_s = request.num_output * (tpot_s + pace.sequence_s * (num_beside + worker.utilization))
+    cost_s = request.num_output * (tpot_s + pace.decode_sequence_s * (num_beside + worker.utilization))
     bounds = [bound for bound in (request.slo.tpot_s, worker.tightest_tpot_s) if bound is not None]
     cost_s += _late_s(tpot_s, min(bounds, default=None), request.num_output * (num_beside + 1))
     needed = request.num_tokens - worker.num_matched_tokens
@@ -392,5 +392,5 @@ def _decision(request: RoutingRequest, route: _Route, other: _Route | None, reas
         alone_tpot_s=pace.tpot_s(1),
         num_matched_tokens=(route.prefill or route.decode).num_matched_tokens,
         prefill_s=route.prefill_s,
-        decode_s=request.num_output * pace.sequence_s,
+        decode_s=request.num_output * pace.decode_sequence_s,
     )

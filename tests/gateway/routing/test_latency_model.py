@@ -20,9 +20,11 @@ def test_a_line_is_found_through_noise():
         estimator.note_decode(num_beside, (0.01 + 0.001 * num_beside) * rng.uniform(0.9, 1.1), i / 10)
         estimator.note_transfer(1000 * num_tokens, 0.004 + 1000 * num_tokens / 2e9, i / 10)
     pace = estimator.pace(20.0)
-    assert pace.prefill_s(2000) == pytest.approx(0.27, rel=0.05) and 1 / pace.token_s == pytest.approx(8000, rel=0.15)
-    assert pace.tpot_s(16) == pytest.approx(0.026, rel=0.05) and pace.sequence_s == pytest.approx(0.001, rel=0.2)
-    assert 1 / pace.byte_s == pytest.approx(2e9, rel=0.2)
+    assert pace.prefill_s(2000) == pytest.approx(0.27, rel=0.05) and 1 / pace.prefill_token_s == pytest.approx(
+        8000, rel=0.15
+    )
+    assert pace.tpot_s(16) == pytest.approx(0.026, rel=0.05) and pace.decode_sequence_s == pytest.approx(0.001, rel=0.2)
+    assert 1 / pace.transfer_byte_s == pytest.approx(2e9, rel=0.2)
 
 
 def test_samples_that_are_all_alike_say_a_rate():
@@ -30,7 +32,7 @@ def test_samples_that_are_all_alike_say_a_rate():
     for i in range(10):
         estimator.note_prefill(1000, 0.205, i)
     assert estimator.pace(10.0).prefill_s(1000) == pytest.approx(0.205)
-    assert estimator.pace(10.0).token_s == pytest.approx(0.2 / 1000)
+    assert estimator.pace(10.0).prefill_token_s == pytest.approx(0.2 / 1000)
 
 
 def test_old_samples_give_way():

@@ -71,11 +71,11 @@ def test_what_stays_on_the_decode_worker(num_tokens, decode, reason):
 
 
 @pytest.mark.parametrize("share", [0.0, 0.1, 0.5, 1.0, 3.0])
-@pytest.mark.parametrize("token_s", [1 / 70, 1 / 5_000])
-def test_an_idle_decode_worker_that_holds_more_reads_the_rest(share, token_s):
+@pytest.mark.parametrize("prefill_token_s", [1 / 70, 1 / 5_000])
+def test_an_idle_decode_worker_that_holds_more_reads_the_rest(share, prefill_token_s):
     """748 tokens, of which it held 704 and the prefill worker 576, went to the latter: it was to pull the rest from the
     former, which had been the busier of the two."""
-    pace = Pace(token_s=token_s, prompt_s=0.0)
+    pace = Pace(prefill_token_s=prefill_token_s, prefill_base_s=0.0)
     fields = {"pace": pace, "kv_token_bytes": 3_000}
     prefill, decode = worker("p", matched=576, **fields), worker("d", matched=704, utilization=share, **fields)
     assert route(748, [prefill], [decode]) == Decision(None, "d", "hot_cache")
@@ -98,13 +98,13 @@ def test_the_prefill_worker_with_the_prefix():
 
 def test_the_decode_worker_with_room():
     assert route(1000, [worker("p")], [worker("a", sequences=3), worker("b")]).decode == "b"
-    full = worker("a", max_sequences=2, sequences=2, pace=Pace(sequence_s=0.0))
+    full = worker("a", max_sequences=2, sequences=2, pace=Pace(decode_sequence_s=0.0))
     assert route(1000, [worker("p")], [full, worker("b", sequences=40)]).decode == "b"
     assert route(1000, [worker("p")], [worker("a", num_free_tokens=900), worker("b", sequences=40)]).decode == "b"
 
 
 def test_the_faster_worker():
-    slow, fast = Pace(token_s=1e-3, step_s=0.05), Pace(token_s=1e-4, step_s=0.01)
+    slow, fast = Pace(prefill_token_s=1e-3, decode_base_s=0.05), Pace(prefill_token_s=1e-4, decode_base_s=0.01)
     chosen = route(
         1000,
         [worker("a", pace=slow), worker("b", pace=fast)],
@@ -128,10 +128,10 @@ def test_the_decode_worker_that_has_most_of_it_where_moving_is_slow():
 
 def test_a_promise_is_kept_where_it_can_be():
     """A tenth more a sequence: the eleventh breaks 40 ms a token, whether it is this request's promise or another's."""
-    pace, tight = Pace(step_s=0.02, sequence_s=0.002), Slo(tpot_s=0.04)
+    pace, tight = Pace(decode_base_s=0.02, decode_sequence_s=0.002), Slo(tpot_s=0.04)
     few, many = (
         worker("few", sequences=9, utilization=0.0, pace=pace),
-        worker("many", sequences=10, pace=pace._replace(step_s=0.0195)),
+        worker("many", sequences=10, pace=pace._replace(decode_base_s=0.0195)),
     )
     assert route(1000, [worker("p")], [few, many], "always", slo=tight).decode == "few"
     assert route(1000, [worker("p")], [few, many._replace(tightest_tpot_s=0.04)], "always").decode == "few"
@@ -291,7 +291,7 @@ def test_what_is_held_is_what_an_engine_takes(limits, num_tokens, max_tokens, nu
 def test_a_holder_gives_its_prefix_however_short_it_is():
     """It has the spans, and is asked for nothing else."""
     holder = worker("p", matched=448, kv_token_bytes=100, limits=WorkerLimits(450))
-    reader = worker("q", kv_token_bytes=100, pace=Pace(token_s=1e-3))
+    reader = worker("q", kv_token_bytes=100, pace=Pace(prefill_token_s=1e-3))
     assert choose_holder(reader, [holder]) is holder
     assert choose(RoutingRequest(900, 1000), [holder, reader], [worker("d", sequences=9)]).prefill == "q"
 
@@ -315,12 +315,12 @@ def test_what_a_decision_says():
 NAMES = st.integers(0, 10**6)
 PACES = st.builds(
     Pace,
-    prompt_s=st.floats(0.001, 0.1),
-    moved_s=st.floats(0, 0.1),
-    token_s=st.floats(1e-6, 1e-2),
-    step_s=st.floats(1e-4, 0.2),
-    sequence_s=st.floats(0, 0.01),
-    byte_s=st.sampled_from([0.0, 1e-10, 1e-8]),
+    prefill_base_s=st.floats(0.001, 0.1),
+    transfer_base_s=st.floats(0, 0.1),
+    prefill_token_s=st.floats(1e-6, 1e-2),
+    decode_base_s=st.floats(1e-4, 0.2),
+    decode_sequence_s=st.floats(0, 0.01),
+    transfer_byte_s=st.sampled_from([0.0, 1e-10, 1e-8]),
 )
 
 
@@ -392,7 +392,7 @@ def test_those_that_may_be_asked_are_found_among_many_that_may_not(seed):
 
 # ---- prefixes to be pulled ----
 
-KV = {"kv_token_bytes": 100_000, "pace": Pace(token_s=1e-4)}
+KV = {"kv_token_bytes": 100_000, "pace": Pace(prefill_token_s=1e-4)}
 
 
 @pytest.mark.parametrize(
@@ -410,11 +410,11 @@ def test_a_prefix_is_pulled_where_that_is_quicker(matched, fields, chosen):
     found = choose_holder(worker("p", **KV), holders)
     assert (found and found.name) == chosen
     assert choose_holder(worker("p", matched=matched, **KV), holders) is None
-    assert choose_holder(worker("p", **{**KV, "pace": Pace(token_s=1e-6)}), holders) is None
+    assert choose_holder(worker("p", **{**KV, "pace": Pace(prefill_token_s=1e-6)}), holders) is None
 
 
 def test_measured_transfers_count():
-    reader = worker("p", **{**KV, "pace": Pace(token_s=1e-4, byte_s=1e-8)})
+    reader = worker("p", **{**KV, "pace": Pace(prefill_token_s=1e-4, transfer_byte_s=1e-8)})
     assert choose_holder(reader, [worker("d", matched=640, **KV)]) is None
 
 
