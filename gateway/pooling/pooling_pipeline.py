@@ -105,8 +105,8 @@ class PoolingPipeline:
             deadline=deadline,
             tenant=record.tenant,
         )
-        alone_s = self._answers.fleet.router.prefill_s(num_tokens)
-        record.queued.check_wait(self._answers.queues.prefill.wait_s(record.queued), alone_s)
+        idle_ttft_s = self._answers.fleet.router.prefill_s(num_tokens)
+        record.queued.check_wait(self._answers.queues.prefill.wait_s(record.queued), idle_ttft_s)
 
 
 def _routing_request(validated: ValidatedRequest, num_tokens: int, slo: Slo, tenant: str) -> RoutingRequest:

@@ -39,30 +39,30 @@ class QueuedRequest(NamedTuple):
     tenant: str = DEFAULT_TENANT
     num_expected: float = 0.0
 
-    def check_wait(self, wait_s: float, alone_s: float) -> None:
+    def check_wait(self, wait_s: float, idle_ttft_s: float) -> None:
         """Raise Overloaded for a wait that breaks the deadline or the class.
 
-        `alone_s` is the time of the first token on an idle worker. A prompt that takes longer than its class allows
+        `idle_ttft_s` is the time of the first token on an idle worker. A prompt that takes longer than its class allows
         even there is not refused for that: it may wait as long as it takes."""
         left_s = self.deadline - now()
-        if wait_s > _LEAST_WAIT_S and wait_s + alone_s > left_s:
-            retry_s = min(max(wait_s + alone_s - left_s, _RETRY_AFTER_S), _LONGEST_RETRY_S)
-            message = f"the first token would take {wait_s + alone_s:.1f} s, and the deadline is in {left_s:.1f} s"
+        if wait_s > _LEAST_WAIT_S and wait_s + idle_ttft_s > left_s:
+            retry_s = min(max(wait_s + idle_ttft_s - left_s, _RETRY_AFTER_S), _LONGEST_RETRY_S)
+            message = f"the first token would take {wait_s + idle_ttft_s:.1f} s, and the deadline is in {left_s:.1f} s"
             raise Overloaded(message, retry_s, reason="DEADLINE_BUDGET")
         patience_s = self.max_wait_s
         if self.slo.ttft_s is not None:
-            patience_s = min(patience_s, max(self.slo.ttft_s - alone_s, alone_s))
+            patience_s = min(patience_s, max(self.slo.ttft_s - idle_ttft_s, idle_ttft_s))
         if wait_s > max(_MARGIN * patience_s, _LEAST_WAIT_S):
             retry_s = min(max(wait_s - patience_s, _RETRY_AFTER_S), _LONGEST_RETRY_S)
-            message = f"the first token would take {wait_s + alone_s:.1f} s, {wait_s:.1f} s of that in the queue"
+            message = f"the first token would take {wait_s + idle_ttft_s:.1f} s, {wait_s:.1f} s of that in the queue"
             raise Overloaded(message, retry_s, reason="TTFT_BUDGET")
 
     def check(self, decision: Decision, in_queue_s: float) -> None:
         """Raise Overloaded if the chosen route, with the queue before it, breaks the bounds of the class."""
-        at_worker_s = decision.ttft_s - decision.alone_ttft_s
-        self.check_wait(at_worker_s + (0.0 if decision.is_local else in_queue_s), decision.alone_ttft_s)
+        at_worker_s = decision.ttft_s - decision.idle_ttft_s
+        self.check_wait(at_worker_s + (0.0 if decision.is_local else in_queue_s), decision.idle_ttft_s)
         bound_s = self.slo.tpot_s
-        if bound_s is not None and decision.tpot_s > max(bound_s, 2 * decision.alone_tpot_s):
+        if bound_s is not None and decision.tpot_s > max(bound_s, 2 * decision.idle_tpot_s):
             message = f"tokens would take {1e3 * decision.tpot_s:.0f} ms each, the class allows {1e3 * bound_s:.0f} ms"
             raise Overloaded(message, _RETRY_AFTER_S, reason="TPOT_BUDGET")
 
@@ -253,9 +253,9 @@ class WaitingQueues:
     def __len__(self) -> int:
         return sum(map(len, self._all))
 
-    def check(self, queued: QueuedRequest, alone_s: float) -> None:
-        """Raise Overloaded if the queues are too long for this request; `alone_s` as in check_wait."""
-        queued.check_wait(self.credit.wait_s(queued) + self.prefill.wait_s(queued), alone_s)
+    def check(self, queued: QueuedRequest, idle_ttft_s: float) -> None:
+        """Raise Overloaded if the queues are too long for this request; `idle_ttft_s` as in check_wait."""
+        queued.check_wait(self.credit.wait_s(queued) + self.prefill.wait_s(queued), idle_ttft_s)
 
     def call_first(self) -> None:
         """Call the first entry of every queue: there may be room."""

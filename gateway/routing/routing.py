@@ -93,8 +93,8 @@ class Decision:
     """The chosen workers; `prefill` is None if the decode worker reads the prompt itself.
 
     `reason` is a short stable word. `alternative` is the best route of the other kind, "PREFILL > DECODE", "DECODE
-    alone" or "none", and `alternative_s` its cost. `ttft_s` and `tpot_s` are predicted; `alone_ttft_s` and
-    `alone_tpot_s` are what they would be if these workers were idle."""
+    alone" or "none", and `alternative_s` its cost. `ttft_s` and `tpot_s` are predicted; `idle_ttft_s` and
+    `idle_tpot_s` are what they would be if these workers were idle."""
 
     prefill: str | None
     decode: str
@@ -104,8 +104,8 @@ class Decision:
     alternative_s: float | None = field(default=None, compare=False)
     ttft_s: float = field(default=0.0, compare=False)
     tpot_s: float = field(default=0.0, compare=False)
-    alone_ttft_s: float = field(default=0.0, compare=False)
-    alone_tpot_s: float = field(default=0.0, compare=False)
+    idle_ttft_s: float = field(default=0.0, compare=False)
+    idle_tpot_s: float = field(default=0.0, compare=False)
     num_matched_tokens: int = field(default=0, compare=False)  # on the worker that reads the prompt, by the index
     prefill_s: float = field(default=0.0, compare=False)  # time of the worker that reads the prompt
     decode_s: float = field(default=0.0, compare=False)  # time of the decode worker: the answer's share of the steps
@@ -129,7 +129,7 @@ class _Route(NamedTuple):
     prefill_s: float
 
     @property
-    def words(self) -> str:
+    def label(self) -> str:
         return f"{self.prefill.name} > {self.decode.name}" if self.prefill else f"{self.decode.name} alone"
 
 
@@ -197,24 +197,24 @@ def choose(
     prefill = [] if split == "never" else prefill
     able = [worker for worker in prefill if can_prefill(request, worker.limits)]
     decode_costs = {worker.name: _decode_cost_s(request, worker) for worker in decode}
-    apart = _best_pair(request, able, decode, decode_costs)
-    is_too_long = apart is None and any(compatible(worker, taker) for worker in prefill for taker in decode)
-    if apart is None and split == "always" and not is_too_long:
+    split_route = _best_pair(request, able, decode, decode_costs)
+    is_too_long = split_route is None and any(compatible(worker, taker) for worker in prefill for taker in decode)
+    if split_route is None and split == "always" and not is_too_long:
         raise NoRoute("no prefill worker serves that a decode worker can take KV from")
-    here = min(
-        (_alone(request, worker, decode_costs[worker.name]) for worker in decode),
+    local_route = min(
+        (_price_local(request, worker, decode_costs[worker.name]) for worker in decode),
         key=lambda route: (route.cost_s, route.decode.name),
     )
-    if apart is None:
+    if split_route is None:
         reason = "forced" if split == "never" else "too_long_to_split" if is_too_long else "no_prefill_worker"
-        return _decision(request, here, None, reason)
+        return _decision(request, local_route, None, reason)
     if split == "always":
-        return _decision(request, apart, here, "forced")
+        return _decision(request, split_route, local_route, "forced")
     if request.num_tokens <= SHORT_TOKENS:
-        return _decision(request, here, apart, "short_prompt")
-    if here.cost_s <= apart.cost_s or _is_ready(here.decode, apart):
-        return _decision(request, here, apart, _why_here(request, here))
-    return _decision(request, apart, here, "long_prompt")
+        return _decision(request, local_route, split_route, "short_prompt")
+    if local_route.cost_s <= split_route.cost_s or _is_ready(local_route.decode, split_route):
+        return _decision(request, local_route, split_route, _local_reason(request, local_route))
+    return _decision(request, split_route, local_route, "long_prompt")
 
 
 def choose_prefill_for_taker(
@@ -327,16 +327,16 @@ def _unhidden_s(request: RoutingRequest, cost: _PrefillCost, taker: Candidate) -
     return taker.pace.transfer_base_s + max(0.0, num_bytes * _byte_s(cost.worker, taker) - cost.prefill_s)
 
 
-def _is_ready(worker: Candidate, apart: _Route) -> bool:
-    """Return whether `worker` is idle and holds more of the prompt than the prefill worker of the route `apart`.
+def _is_ready(worker: Candidate, split_route: _Route) -> bool:
+    """Return whether `worker` is idle and holds more of the prompt than the prefill worker of `split_route`.
 
     That prefill worker would compute more, or wait for KV of others. The utilization of `worker` stands for requests
     that may come to it meanwhile; no request that is here now pays for them."""
-    is_idle = not worker.num_sequences and not worker.num_waiting_tokens
-    return is_idle and apart.prefill is not None and worker.num_matched_tokens > apart.prefill.num_matched_tokens
+    is_idle, reader = not worker.num_sequences and not worker.num_waiting_tokens, split_route.prefill
+    return is_idle and reader is not None and worker.num_matched_tokens > reader.num_matched_tokens
 
 
-def _alone(request: RoutingRequest, worker: Candidate, decode_s: float) -> _Route:
+def _price_local(request: RoutingRequest, worker: Candidate, decode_s: float) -> _Route:
     """Return the route over one worker. All sequences there wait while the prompt is read, in one piece or in chunks
     between steps."""
     cost = _prefill_cost(request, worker, 0.0, worker.num_sequences + worker.utilization)
@@ -371,10 +371,10 @@ def describe_needs(request: RoutingRequest) -> str:
     return f"{request.max_len} tokens{choices}{features}"
 
 
-def _why_here(request: RoutingRequest, here: _Route) -> str:
-    if 2 * here.decode.num_matched_tokens >= request.num_tokens:
+def _local_reason(request: RoutingRequest, local_route: _Route) -> str:
+    if 2 * local_route.decode.num_matched_tokens >= request.num_tokens:
         return "hot_cache"
-    return "idle" if here.decode.num_sequences == 0 else "prefill_busy"
+    return "idle" if local_route.decode.num_sequences == 0 else "prefill_busy"
 
 
 def _decision(request: RoutingRequest, route: _Route, other: _Route | None, reason: str) -> Decision:
@@ -383,13 +383,13 @@ def _decision(request: RoutingRequest, route: _Route, other: _Route | None, reas
         prefill=route.prefill and route.prefill.name,
         decode=route.decode.name,
         reason=reason,
-        alternative=other.words if other else "none",
+        alternative=other.label if other else "none",
         cost_s=route.cost_s,
         alternative_s=other and other.cost_s,
         ttft_s=route.ttft_s,
         tpot_s=pace.tpot_s(route.decode.num_sequences + 1),
-        alone_ttft_s=route.prefill_s + (_HOP_S if route.prefill else 0.0),
-        alone_tpot_s=pace.tpot_s(1),
+        idle_ttft_s=route.prefill_s + (_HOP_S if route.prefill else 0.0),
+        idle_tpot_s=pace.tpot_s(1),
         num_matched_tokens=(route.prefill or route.decode).num_matched_tokens,
         prefill_s=route.prefill_s,
         decode_s=request.num_output * pace.decode_sequence_s,

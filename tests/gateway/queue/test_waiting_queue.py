@@ -330,7 +330,7 @@ def test_who_would_be_served_too_late_is_told_at_once(clock):
 
 
 def test_a_way_that_breaks_a_promise_is_refused():
-    way = Decision("p", "d", "", ttft_s=0.9, alone_ttft_s=0.1, tpot_s=0.06, alone_tpot_s=0.02)
+    way = Decision("p", "d", "", ttft_s=0.9, idle_ttft_s=0.1, tpot_s=0.06, idle_tpot_s=0.02)
     queued(slo=BATCH).check(way, 1.0)
     queued(slo=Slo(2.0, 0.1)).check(way, 0.0)
     with pytest.raises(Overloaded):
@@ -343,6 +343,6 @@ def test_a_way_that_breaks_a_promise_is_refused():
 
 def test_an_idle_system_refuses_nobody():
     """However slow it is, and whatever was promised."""
-    slow = Decision("p", "d", "", ttft_s=30.0, alone_ttft_s=30.0, tpot_s=1.0, alone_tpot_s=1.0)
+    slow = Decision("p", "d", "", ttft_s=30.0, idle_ttft_s=30.0, tpot_s=1.0, idle_tpot_s=1.0)
     queued(slo=INTERACTIVE).check(slow, 0.0)
     WaitingQueues(1).check(queued(slo=INTERACTIVE), 30.0)

@@ -306,8 +306,8 @@ def test_what_a_decision_says():
     decision = route(1000, [worker("p", waiting=500)], [worker("d", sequences=4)])
     assert decision.alternative == "d alone" and decision.alternative_s > decision.cost_s > decision.ttft_s
     assert decision.ttft_s == pytest.approx(0.1 + 0.005 + 0.2 + 0.002)
-    assert decision.alone_ttft_s == pytest.approx(decision.ttft_s - 0.1)
-    assert decision.tpot_s == pytest.approx(0.02 + 5 * 0.0005) and decision.alone_tpot_s < decision.tpot_s
+    assert decision.idle_ttft_s == pytest.approx(decision.ttft_s - 0.1)
+    assert decision.tpot_s == pytest.approx(0.02 + 5 * 0.0005) and decision.idle_tpot_s < decision.tpot_s
 
 
 # ---- properties ----
@@ -359,7 +359,7 @@ def test_any_choice_fits_and_is_the_best_of_all_pairs(prefill, decode, slo, rng)
     assert decision.decode in by_name
     assert decision.is_local or compatible(by_name[decision.prefill], by_name[decision.decode])
     assert decision.alternative_s is None or decision.cost_s <= decision.alternative_s
-    assert 0 < decision.alone_ttft_s <= decision.ttft_s + 1e-9
+    assert 0 < decision.idle_ttft_s <= decision.ttft_s + 1e-9
     mixed = rng.sample(prefill, len(prefill)), rng.sample(decode, len(decode))
     assert choose(ask, *mixed) == decision
     alone = choose(ask, prefill, decode, "never")
