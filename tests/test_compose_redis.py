@@ -16,8 +16,9 @@ from baton.planning.scaling.lease import NAME, LeaderLease
 from baton.service.clock import now
 from gateway.discovery.redis_directory import RedisDirectory
 from gateway.prefix.redis_index import RedisIndex
+from gateway.queue.quota_file import Quota
 from gateway.queue.quota_sync import SharedUsage
-from gateway.queue.quotas import Quota, Quotas
+from gateway.queue.quotas import Quotas
 from tests.gateway.prefix.test_redis_index import SPANS, WORKER, finds, index, snapshot
 from tests.support.redis_server import RedisServer, redis_path
 

@@ -24,7 +24,9 @@ class AdmissionControl:
         """Admit a request for a model and return its reservation of the tenant's quotas. The caller has checked that
         `key_id` is free, and calls `leave` when the request ends. Raises Overloaded, InvalidRequest."""
         own = self._num[tenant]
-        if not has_room(self._max, len(self.key_ids), own, 1, len(self._num) + (not own)):
+        if not has_room(
+            most=self._max, taken=len(self.key_ids), own=own, more=1, num_sharing=len(self._num) + (not own)
+        ):
             message = f"{len(self.key_ids)} requests are in the gateway already, {own} of them of this tenant"
             raise Overloaded(message, _RETRY_AFTER_S, reason="TOO_MANY_REQUESTS")
         reservation = self.quotas.enter(tenant, now(), num_choices, model)

@@ -24,7 +24,8 @@ from baton.service.clock import now
 from baton.service.logs import fields
 from baton.service.security.credentials import TENANT
 from baton.tasks import is_cancelled
-from gateway.queue.quotas import Quotas, UsageCounts
+from gateway.queue.quotas import Quotas
+from gateway.queue.token_bucket import UsageCounts
 from gateway.store.redis_client import make_client, words_of
 
 NAME = "baton:gateways"

@@ -117,11 +117,12 @@ class WaitingBounds:
         """Raise Overloaded if this request may not wait too."""
         own, num = self._num[queued.tenant], self._num.total()
         num_sharing = len(self._num) + (not own)
-        if not has_room(self._max, num, own, 1, num_sharing):
+        if not has_room(most=self._max, taken=num, own=own, more=1, num_sharing=num_sharing):
             message = f"every worker is full and {num} requests wait already, {own} of them of this tenant"
             raise Overloaded(message, _RETRY_AFTER_S, reason="QUEUE_FULL")
         own_tokens, num_tokens = self._num_tokens[queued.tenant], self._num_tokens.total()
-        if own and not has_room(self._max_tokens, num_tokens, own_tokens, queued.num_tokens, num_sharing):
+        more, most = queued.num_tokens, self._max_tokens
+        if own and not has_room(most=most, taken=num_tokens, own=own_tokens, more=more, num_sharing=num_sharing):
             message = f"every worker is full and {num_tokens} tokens wait already, at most {self._max_tokens} may"
             raise Overloaded(message, _RETRY_AFTER_S, reason="QUEUE_TOKENS")
 

@@ -2,7 +2,8 @@ import pytest
 
 from baton.service.errors import Overloaded
 from gateway.queue.admission import AdmissionControl
-from gateway.queue.quotas import Quota, Quotas
+from gateway.queue.quota_file import Quota
+from gateway.queue.quotas import Quotas
 
 
 def test_the_gateway_and_its_tenants():

@@ -58,7 +58,7 @@ async def test_tokens_a_second(cluster, tmp_path):
 
 
 def balance_of(c) -> int:
-    usage = c.pipeline.admission.quotas._usage.get("default")
+    usage = c.pipeline.admission.quotas._buckets.get("default")
     return round(usage.balance(now())) if usage else 0
 
 
@@ -213,7 +213,7 @@ async def test_what_is_set_aside_is_settled_however_a_request_ends(cluster, tmp_
     async with cluster(quotas=quotas(tmp_path, text)) as c:
         held = c.gateway._quotas.enter("default", now())  # it stays while this one runs
         await end(c, how)
-        usage = c.gateway._quotas._usage["default"]
+        usage = c.gateway._quotas._buckets["default"]
         assert usage.num_running == 1
         assert usage.num_reserved - usage.num_returned == ENDINGS[how]
         held.settle(0, now())

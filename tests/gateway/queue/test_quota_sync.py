@@ -12,8 +12,10 @@ from hypothesis import strategies as st
 
 from baton.service.clock import now
 from baton.service.errors import Overloaded
+from gateway.queue.quota_file import Quota
 from gateway.queue.quota_sync import NAME, PERIOD_S, SharedUsage, read_counts
-from gateway.queue.quotas import Quota, Quotas, UsageCounts
+from gateway.queue.quotas import Quotas
+from gateway.queue.token_bucket import UsageCounts
 from gateway.store.redis_client import FAILURES
 from tests.gateway.calls import PROMPT, expect_refusal, generate, hold, read, release, start
 from tests.support.client import make_request, read_error
@@ -201,7 +203,7 @@ async def test_a_tenant_that_is_only_told_of_takes_no_memory(server):
     server.client.set(f"baton:usage:{1:032x}", json.dumps({f"t{i}": [1, 1, 0, 0.0] for i in range(1000)}))
     server.client.zadd(NAME, {f"{1:032x}": 1e12})
     await tell(first)
-    assert not here._usage and len(here._counts) == 1
+    assert not here._buckets and len(here._counts) == 1
     await first._client.aclose()
 
 
@@ -216,7 +218,7 @@ async def test_two_gateways_share_a_quota(cluster, server, tmp_path):
         assert (await expect_refusal(generate(b))).reason == "TENANT_REQUESTS"
         release(a, "decode")
         assert await running
-        await b.until(lambda: not b.gateway._quotas._of("default", now()).num_elsewhere)
+        await b.until(lambda: not b.gateway._quotas._bucket_for("default", now()).num_elsewhere)
         assert await generate(b)
 
 
@@ -243,7 +245,7 @@ async def test_a_tenant_that_floods_two_gateways_gets_no_more_than_the_docs_say(
         async def watch() -> None:
             nonlocal most
             while True:
-                usages = [c.gateway._quotas._usage.get("default") for c in (a, b)]
+                usages = [c.gateway._quotas._buckets.get("default") for c in (a, b)]
                 most = max(most, sum(usage.num_running for usage in usages if usage))
                 await asyncio.sleep(0.001)
 
@@ -255,5 +257,5 @@ async def test_a_tenant_that_floods_two_gateways_gets_no_more_than_the_docs_say(
         took_s = time.monotonic() - begun
         assert burst < sum(used) <= 2 * (burst + request + rate * 2 * PERIOD_S) + rate * (took_s - 2 * PERIOD_S)
         for c in (a, b):
-            usage = c.gateway._quotas._usage.get("default")
+            usage = c.gateway._quotas._buckets.get("default")
             assert usage is None or usage.num_running == 0

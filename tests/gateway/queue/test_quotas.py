@@ -3,7 +3,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.service.errors import InvalidRequest, Overloaded
-from gateway.queue.quotas import Quota, Quotas, Reservation, UsageCounts, read_quotas, usage_name
+from gateway.queue.quota_file import Quota, read_quotas, usage_name
+from gateway.queue.quotas import Quotas, Reservation
+from gateway.queue.token_bucket import UsageCounts
 
 
 def expect_refusal(quotas: Quotas, tenant: str, at: float, num_choices: int = 1) -> Overloaded:
@@ -160,14 +162,14 @@ def test_all_that_is_reserved_is_settled_once(operations):
             used[tenant] += (num_used := int(value * num_reserved))
             reservation.settle(num_used, at)
             reservation.settle(0, at)
-        for tenant, usage in quotas._usage.items():
+        for tenant, usage in quotas._buckets.items():
             mine = [request for request in running if request[1] == tenant]
             assert usage.num_running == sum(request[2] for request in mine)
             num_out = usage.num_reserved - usage.num_returned - sum(request[3] for request in mine)
             assert 0 <= num_out <= used[tenant]  # the rest was counted before it had been idle
     for reservation, *_ in running:
         reservation.settle(0, at)
-    assert not any(usage.num_running for usage in quotas._usage.values())
+    assert not any(usage.num_running for usage in quotas._buckets.values())
     assert used["a"] <= 500 + 100 * at + 400 and used["b"] <= 50 + 50 * at + 400
 
 
@@ -192,9 +194,9 @@ def test_who_is_idle_is_forgotten_and_its_counts_do_not_fall():
     for i in range(100):
         quotas.enter(f"t{i}", 0.0).settle(0, 0.0)
     quotas.enter("b", 1.5)
-    assert set(quotas._usage) == {"a", "b"}
+    assert set(quotas._buckets) == {"a", "b"}
     quotas.enter("b", 3.0)
-    assert set(quotas._usage) == {"b"}
+    assert set(quotas._buckets) == {"b"}
     use(quotas, "a", 1, 3.0)
     assert quotas.counts(3.0)["a"][1:3] == (301, 300)
 
@@ -253,7 +255,7 @@ def test_nothing_that_is_told_fills_a_bucket(tellings):
 def test_a_tenant_that_comes_here_late_brings_what_it_uses_elsewhere():
     quotas = Quotas({"a": Quota(100.0, 500.0, 4)})
     quotas.note_others(usage_elsewhere(700, 0, -200.0, 4), 0.0)
-    assert not quotas._usage, "a report alone makes no entry"
+    assert not quotas._buckets, "a report alone makes no entry"
     assert expect_refusal(quotas, "a", 0.0).reason == "TENANT_REQUESTS"
     quotas.note_others(usage_elsewhere(700, 0, -200.0, 0), 0.0)
     assert expect_refusal(quotas, "a", 0.0).reason == "TENANT_TOKENS"
