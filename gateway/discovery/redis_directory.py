@@ -8,9 +8,10 @@ import math
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from baton.lines import describe_error
 from baton.service.logs import fields
 from gateway.discovery.worker_directory import Entry
-from gateway.store.redis_client import FAILURES, TooMuch, make_client, words_of
+from gateway.store.redis_client import FAILURES, TooMuch, make_client
 
 NAME = "baton:workers"
 MAX_NAMES = 4096  # entries that are read in one look
@@ -32,7 +33,7 @@ class RedisDirectory:
             found = await self._exchange(here, sorted(known))
         except FAILURES as error:
             if self._was_up:
-                log.warning("redis: workers of other gateways are not known %s", fields(error=_words_of(error)))
+                log.warning("redis: workers of other gateways are not known %s", fields(error=_describe(error)))
             self._was_up = False
             return set()
         self._was_up = True
@@ -62,10 +63,10 @@ class RedisDirectory:
         await self._client.aclose()
 
 
-def _words_of(error: Exception) -> str:
+def _describe(error: Exception) -> str:
     """Describe a failure in one line, and say so if Redis is too old for a command."""
     is_new_there = str(error).startswith(("unknown command", "syntax error"))
-    return f"{_LACKS}: {words_of(error)}" if is_new_there else words_of(error)
+    return f"{_LACKS}: {describe_error(error)}" if is_new_there else describe_error(error)
 
 
 def _read(member: Any) -> Entry | None:

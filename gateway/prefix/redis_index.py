@@ -20,6 +20,7 @@ from operator import methodcaller
 from redis.exceptions import ResponseError
 
 from baton import tasks
+from baton.lines import describe_error
 from baton.service.clock import now
 from baton.service.logs import fields
 from baton.tasks import is_cancelled
@@ -38,7 +39,7 @@ from gateway.prefix.worker_bitmap import (
     spread,
 )
 from gateway.store.breaker import Breaker
-from gateway.store.redis_client import FAILURES, MAX_BATCH, answers_of, fault_of, make_client, values_of, words_of
+from gateway.store.redis_client import FAILURES, MAX_BATCH, answers_of, fault_of, make_client, values_of
 
 BUDGET_S = 0.05
 NAME_BYTES = 16
@@ -167,7 +168,7 @@ class RedisIndex:
             rest = bit_sets(await self._get(hashes[begin:end])) if begin < end else ()
             return Matches(itertools.chain(spread(sampled[:longest], ends), rest), places)
         except FAILURES as error:
-            log.debug("redis: lookup failed %s", fields(error=words_of(error)))
+            log.debug("redis: lookup failed %s", fields(error=describe_error(error)))
             return None
 
     async def _get(self, hashes: Sequence[bytes]) -> Sequence[bytes | None]:
@@ -193,7 +194,7 @@ class RedisIndex:
         except SecretDiffers:
             raise
         except FAILURES as error:
-            log.warning("redis: no answer, serving without it %s", fields(error=words_of(error)))
+            log.warning("redis: no answer, serving without it %s", fields(error=describe_error(error)))
         if is_cancelled():  # redis-py may have swallowed it
             raise asyncio.CancelledError
 
@@ -226,7 +227,7 @@ class RedisIndex:
             log.error("redis: not used any more %s", fields(error=error))
         except FAILURES as error:
             if not self._lost_for:
-                log.warning("redis: lost, serving without it %s", fields(error=words_of(error)))
+                log.warning("redis: lost, serving without it %s", fields(error=describe_error(error)))
             self._lost_for = fault_of(error)
             for entry in self._workers.values():
                 entry.refreshed_at = _NEVER
@@ -336,8 +337,7 @@ class RedisIndex:
                     await self._write_pending(entry)
 
     async def _write_pending(self, entry: _Worker) -> None:
-        """Write what is pending. What fails, or may not be written now, is written after the next successful
-        heartbeat."""
+        """Write what is pending; what fails, or may not be written now, waits for the next successful heartbeat."""
         slot, num_slots = entry.slot, entry.num_slots
         pending, entry.pending = list(entry.pending.items()), {}
         for begin in range(0, len(pending), _BATCH):
@@ -350,7 +350,7 @@ class RedisIndex:
                 entry.unwritten_for = fault_of(error)
                 if now() - self._logged_at > _LOG_INTERVAL_S:
                     self._logged_at = now()
-                    log.warning("redis: index events were not written %s", fields(error=words_of(error)))
+                    log.warning("redis: index events were not written %s", fields(error=describe_error(error)))
                 if entry.num_slots == num_slots:
                     entry.pending = {**dict(pending[begin:]), **entry.pending}
                 return
@@ -395,6 +395,5 @@ def _parts(entries: Sequence[_Worker], most: int) -> Iterator[Sequence[_Worker]]
 
 
 def _is_of_the_key(error: Exception) -> bool:
-    """Return whether an error concerns one key, such as a value that is no bit string: other spans are still
-    written."""
+    """Return whether an error concerns one key, such as a value that is no bit string; others are still written."""
     return isinstance(error, ResponseError) and str(error).startswith("WRONGTYPE")

@@ -20,13 +20,14 @@ import logging
 import re
 from collections.abc import Mapping
 
+from baton.lines import describe_error
 from baton.service.clock import now
 from baton.service.logs import fields
 from baton.service.security.credentials import TENANT
 from baton.tasks import is_cancelled
 from gateway.queue.quotas import Quotas
 from gateway.queue.token_bucket import UsageCounts
-from gateway.store.redis_client import make_client, words_of
+from gateway.store.redis_client import make_client
 
 NAME = "baton:gateways"
 TTL_S = 5
@@ -64,7 +65,7 @@ class SharedUsage:
             counts = await self.exchange()
         except Exception as error:  # any failure: requests are still served, and the next round tries again
             if self._was_up:
-                log.warning("redis: quotas are counted without other gateways %s", fields(error=words_of(error)))
+                log.warning("redis: quotas are counted without other gateways %s", fields(error=describe_error(error)))
             self._was_up = False
             if now() - self._answered_at > TTL_S:
                 self._quotas.note_others({}, now())

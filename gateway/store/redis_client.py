@@ -21,7 +21,6 @@ from redis.exceptions import (
     ResponseError,
 )
 
-from baton.lines import one_line
 from gateway.store.redis_url import MALFORMED, UNKNOWN_FIELD, check_url
 
 # redis-py may raise anything on bytes that no Redis sends, and uvloop raises RuntimeError for a connection that was
@@ -142,8 +141,3 @@ async def answers_of(
 def fault_of(error: Exception) -> str:
     """Return what is wrong with a Redis whose call fails with this error."""
     return next((words for kind, words in _FAULTS if isinstance(error, kind)), "it does not answer")
-
-
-def words_of(error: Exception) -> str:
-    """Describe a failure in one line."""
-    return one_line(error, 120) or type(error).__name__

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import jinja2
 from jinja2.ext import Extension, loopcontrols
 
-from baton.lines import one_line
+from baton.lines import describe_error
 from gateway.text.template_sandbox import MAX_CHARS, TemplateSandbox
 
 JsonObject = dict[str, Any]
@@ -156,7 +156,7 @@ class ChatTemplate:
         try:
             self._template = _environment().from_string(source)
         except Exception as error:  # nesting without end is a RecursionError, a MemoryError or a SyntaxError
-            raise TemplateFailed(_words(error)) from None
+            raise TemplateFailed(describe_error(error, 200)) from None
         self.takes_tools = self.names_tools and self._writes_tools()
         self.form = self._find_form() if self.takes_tool_calls else PLAIN_CALLS
 
@@ -255,7 +255,7 @@ class ChatTemplate:
         except TemplateFailed:
             raise
         except Exception as error:  # a template is a program, and may raise anything
-            raise TemplateFailed(_words(error)) from None
+            raise TemplateFailed(describe_error(error, 200)) from None
         return "".join(pieces)
 
 
@@ -311,7 +311,3 @@ def _tojson(value, ensure_ascii=False, indent=None, separators=None, sort_keys=F
 
 def _raise_exception(message: str):
     raise jinja2.TemplateError(message)
-
-
-def _words(error: Exception) -> str:
-    return one_line(error, 200) or type(error).__name__

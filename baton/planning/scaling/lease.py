@@ -3,8 +3,9 @@ scaler decides."""
 
 import logging
 
+from baton.lines import describe_error
 from baton.service.logs import fields
-from gateway.store.redis_client import FAILURES, make_client, words_of
+from gateway.store.redis_client import FAILURES, make_client
 
 NAME = "baton:scaler:leader"
 TTL_S = 30.0  # after which a leader that died is replaced
@@ -30,7 +31,7 @@ class LeaderLease:
                 return True
             return bool(await self._client.eval(_RENEW, 1, NAME, self._owner, self._ttl_ms))  # pyright: ignore[reportGeneralTypeIssues]
         except FAILURES as error:
-            log.warning("no decision: Redis does not say who leads %s", fields(error=words_of(error)))
+            log.warning("no decision: Redis does not say who leads %s", fields(error=describe_error(error)))
             return False
 
     async def release(self) -> None:

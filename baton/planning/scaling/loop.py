@@ -6,7 +6,7 @@ import logging
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from typing import Protocol
 
-from baton.lines import describe_error
+from baton.lines import one_line
 from baton.planning.scaling.counters import FleetCounters, Placed
 from baton.planning.scaling.lease import LeaderLease
 from baton.planning.scaling.live import FleetWatch, GatewayLook, WorkerLoad
@@ -102,7 +102,10 @@ class ScalerLoop:
         try:
             return self._watch.with_placed(seen, await self._performer.placed())
         except Exception as error:
-            log.error("which workers start is unknown: nothing is decided %s", fields(error=describe_error(error)))
+            log.error(
+                "which workers start is unknown: nothing is decided %s",
+                fields(error=f"{type(error).__name__}: {one_line(error)}"),
+            )
             return None
 
 
@@ -128,6 +131,6 @@ async def _succeeds(call: Awaitable[None], what: str) -> bool:
     try:
         await call
     except Exception as error:
-        log.error("a change failed %s", fields(change=what, error=describe_error(error)))
+        log.error("a change failed %s", fields(change=what, error=f"{type(error).__name__}: {one_line(error)}"))
         return False
     return True

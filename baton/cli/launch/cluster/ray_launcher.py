@@ -26,7 +26,7 @@ from baton.cli.launch.cluster.worker_actor import Where, WorkerActor, settings_e
 from baton.cli.launch.placing.keeper import Life, StartError
 from baton.cli.launch.placing.launcher import DRAIN_S, PlacedWorker, Resources, WorkerBoard, WorkerProgram
 from baton.cli.launch.placing.log import log
-from baton.lines import describe_error, one_line
+from baton.lines import one_line
 from baton.service.net.client import open_channel
 from baton.service.security.access import Access
 from baton.service.security.exposure import is_loopback
@@ -173,7 +173,7 @@ class _Place:
                     self._launcher.shun(self.node_id)
                 why = str(lost)
             except Exception as error:  # an error of Ray, whose head may be gone: a place is never given up
-                why = describe_error(error, 200)
+                why = f"{type(error).__name__}: {one_line(error, 200)}"
             else:
                 if last.state == "gone":
                     self._launcher.board.remove(self._name)
