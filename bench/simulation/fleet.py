@@ -18,7 +18,7 @@ from baton.loadgen.trace import MOONCAKE_BLOCK as BLOCK
 from baton.loadgen.trace import TraceEntry
 from baton.service.slo import Slo
 from gateway.fleet.candidates import NUM_SEEN
-from gateway.prefix.prefix_matches import NOWHERE, Matches, WorkerBits
+from gateway.prefix.prefix_matches import NO_WORKERS, Matches, WorkerBits
 from gateway.routing.latency_model import PaceEstimator, RecentLoad
 from gateway.routing.routing import (
     NUM_HOLDERS,
@@ -80,12 +80,12 @@ class Index:
 
     def __init__(self) -> None:
         self.masks: dict[int, int] = defaultdict(int)
-        self.places = NOWHERE
+        self.worker_bits = NO_WORKERS
         self.rng = random.Random(1)
 
     def lookup(self, hash_ids: Sequence[int]) -> Matches:
         """Return the matches in blocks of the trace, where gateways count spans."""
-        return Matches((self.masks.get(hash_id, 0) for hash_id in hash_ids), self.places, self.rng)
+        return Matches((self.masks.get(hash_id, 0) for hash_id in hash_ids), self.worker_bits, self.rng)
 
     def clear(self) -> None:
         self.masks = defaultdict(int)
@@ -200,7 +200,7 @@ class Fleet:
         self.prefill = [PrefillWorker(i, f"p{i:04}", *common) for i in range(half)]
         self.decode = [DecodeWorker(i, f"d{i:04}", *common) for i in range(half, num_workers)]
         self.workers: list[Worker] = [*self.prefill, *self.decode]
-        self._index.places = WorkerBits.of({worker.number: worker for worker in self.workers})
+        self._index.worker_bits = WorkerBits.of({worker.number: worker for worker in self.workers})
         self._named = {worker.name: worker for worker in self.workers}
         self._machine, self._split, self._slo = machine, split, slo
         self._rng = random.Random(0)

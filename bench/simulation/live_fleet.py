@@ -345,7 +345,7 @@ class LiveFleet(Fleet):
         self._place()
 
     def _place(self) -> None:
-        self._index.places = WorkerBits.of({worker.number: worker for worker in self.workers})
+        self._index.worker_bits = WorkerBits.of({worker.number: worker for worker in self.workers})
 
     def _redis_is_back(self) -> None:
         self._index_is_down = False

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from baton.v1 import worker_pb2 as pb
 from gateway.prefix.prefix_index import Feed
-from gateway.prefix.prefix_matches import NOWHERE, Matches, WorkerBits
+from gateway.prefix.prefix_matches import NO_WORKERS, Matches, WorkerBits
 
 
 class MemoryIndex:
@@ -13,37 +13,37 @@ class MemoryIndex:
 
     def __init__(self) -> None:
         self._feeds: dict[bytes, Feed] = {}
-        self._places: WorkerBits = NOWHERE
+        self._worker_bits: WorkerBits = NO_WORKERS
         self._holders: dict[bytes, int] = {}
 
     down = ""
 
     async def lookup(self, hashes: Sequence[bytes]) -> Matches:
         holders = self._holders
-        return Matches((holders.get(value, 0) for value in hashes), self._places)
+        return Matches((holders.get(value, 0) for value in hashes), self._worker_bits)
 
     def join(self, worker: bytes, subscribe: Callable[[], None]) -> None:
         self.drop(worker)
-        taken = self._places.worker_at
-        place = next(place for place in range(len(taken) + 1) if place not in taken)
-        self._places = WorkerBits.of({**taken, place: worker})
+        taken = self._worker_bits.worker_at
+        bit = next(bit for bit in range(len(taken) + 1) if bit not in taken)
+        self._worker_bits = WorkerBits.of({**taken, bit: worker})
         self._feeds[worker] = feed = Feed(subscribe)
         feed.subscribe()
 
     def apply(self, worker: bytes, events: pb.BlockEvents) -> None:
         if feed := self._feeds.get(worker):
             change = feed.apply(events)
-            bit = 1 << self._places.place_of[worker]
+            mask = 1 << self._worker_bits.bit_of[worker]
             for span in change.sealed:
-                self._holders[span] = self._holders.get(span, 0) | bit
+                self._holders[span] = self._holders.get(span, 0) | mask
             self._forget(worker, change.evicted)
 
     def drop(self, worker: bytes) -> None:
         if feed := self._feeds.pop(worker, None):
             self._forget(worker, feed.spans)
-            gone = self._places.place_of[worker]
-            self._places = WorkerBits.of(
-                {place: each for place, each in self._places.worker_at.items() if place != gone}
+            gone = self._worker_bits.bit_of[worker]
+            self._worker_bits = WorkerBits.of(
+                {bit: each for bit, each in self._worker_bits.worker_at.items() if bit != gone}
             )
 
     async def check_secret(self, fingerprint: bytes) -> None:
@@ -54,9 +54,9 @@ class MemoryIndex:
         await asyncio.get_running_loop().create_future()
 
     def _forget(self, worker: bytes, spans: Iterable[bytes]) -> None:
-        bit = 1 << self._places.place_of[worker]
+        mask = 1 << self._worker_bits.bit_of[worker]
         for span in spans:
-            if left := self._holders.get(span, 0) & ~bit:
+            if left := self._holders.get(span, 0) & ~mask:
                 self._holders[span] = left
             else:
                 self._holders.pop(span, None)

@@ -13,17 +13,17 @@ class WorkerBits(NamedTuple):
     """The bit of each worker. Never changed, since matches refer to it."""
 
     worker_at: Mapping[int, bytes]
-    place_of: Mapping[bytes, int]
+    bit_of: Mapping[bytes, int]
     mask: int
 
     @classmethod
     def of(cls, worker_at: Mapping[int, bytes]) -> "WorkerBits":
         """Return the WorkerBits of workers by bit."""
-        place_of = {worker: place for place, worker in worker_at.items()}
-        return cls(worker_at, place_of, sum(1 << place for place in worker_at))
+        bit_of = {worker: bit for bit, worker in worker_at.items()}
+        return cls(worker_at, bit_of, sum(1 << bit for bit in worker_at))
 
 
-NOWHERE = WorkerBits.of({})
+NO_WORKERS = WorkerBits.of({})
 _RNG = random.Random()
 _FEW = 64  # more workers than a request looks at
 
@@ -31,17 +31,17 @@ _FEW = 64  # more workers than a request looks at
 class Matches(Mapping[bytes, int]):
     """A mapping from a worker to the number of leading spans that it holds, the most first. Belongs to one request."""
 
-    __slots__ = ("_places", "_rng", "_first", "_levels")
+    __slots__ = ("_workers", "_rng", "_first", "_levels")
 
-    def __init__(self, holders_of: Iterable[int] = (), places: WorkerBits = NOWHERE, rng: random.Random = _RNG):
+    def __init__(self, holders_of: Iterable[int] = (), workers: WorkerBits = NO_WORKERS, rng: random.Random = _RNG):
         """Find the matches of spans. `holders_of`: the bits of the holders of each span from the first on, read as far
         as needed.
 
         Workers that hold equally many are listed from a random one on; otherwise all requests would choose the same
         worker."""
-        self._places, self._rng = places, rng
+        self._workers, self._rng = workers, rng
         self._first: dict[bytes, int] = {}  # those that hold most, one by one
-        self._levels = _levels(holders_of, places.mask)
+        self._levels = _levels(holders_of, workers.mask)
         while self._levels and self._levels[0][1].bit_count() + len(self._first) <= _FEW:
             self._first |= self._of_level(*self._levels.pop(0))
 
@@ -54,10 +54,10 @@ class Matches(Mapping[bytes, int]):
         """Return how many leading spans this worker holds."""
         if worker in self._first:
             return self._first[worker]
-        place = self._places.place_of.get(worker) if self._levels else None
-        if place is not None:
+        bit = self._workers.bit_of.get(worker) if self._levels else None
+        if bit is not None:
             for num_spans, bits in self._levels:
-                if bits >> place & 1:
+                if bits >> bit & 1:
                     return num_spans
         return default
 
@@ -75,8 +75,8 @@ class Matches(Mapping[bytes, int]):
         return sum(1 for _ in self)
 
     def _of_level(self, num_spans: int, bits: int) -> Iterator[tuple[bytes, int]]:
-        for place in _places_of(bits, self._rng.randrange(bits.bit_length())):
-            yield self._places.worker_at[place], num_spans
+        for bit in _set_bits(bits, self._rng.randrange(bits.bit_length())):
+            yield self._workers.worker_at[bit], num_spans
 
 
 def _levels(holders_of: Iterable[int], alive: int) -> list[tuple[int, int]]:
@@ -96,7 +96,7 @@ def _levels(holders_of: Iterable[int], alive: int) -> list[tuple[int, int]]:
     return levels[::-1]
 
 
-def _places_of(bits: int, begin: int) -> Iterator[int]:
+def _set_bits(bits: int, begin: int) -> Iterator[int]:
     """Yield the numbers of the bits that are set, those from `begin` on first."""
     above = bits >> begin << begin
     for part in (above, bits ^ above):

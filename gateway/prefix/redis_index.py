@@ -159,14 +159,14 @@ class RedisIndex:
     async def _ask(self, hashes: Sequence[bytes]) -> Matches | None:
         """Return matches, or None on failure. The connection's timeouts end this a moment after the budget at the
         latest."""
-        places, ends = self._slots.places, sampled_ends(len(hashes))
+        worker_bits, ends = self._slots.worker_bits, sampled_ends(len(hashes))
         try:
             sampled = list(bit_sets(await self._get([hashes[end - 1] for end in ends])))
-            longest = last_held(sampled, places.mask)
+            longest = last_held(sampled, worker_bits.mask)
             begin = ends[longest - 1] if longest else 0
             end = ends[longest] - 1 if longest < len(ends) else begin
             rest = bit_sets(await self._get(hashes[begin:end])) if begin < end else ()
-            return Matches(itertools.chain(spread(sampled[:longest], ends), rest), places)
+            return Matches(itertools.chain(spread(sampled[:longest], ends), rest), worker_bits)
         except FAILURES as error:
             log.debug("redis: lookup failed %s", fields(error=describe_error(error)))
             return None
@@ -299,19 +299,19 @@ class RedisIndex:
         ours = [entry for entry in self._workers.values() if entry.is_ours]
         own = {entry.worker: entry.slot for entry in ours if entry.slot is not None and entry.may_write(at)}
         renewed = await self._slots.renew(own)
-        taken = await self._slots.take({worker: slot for worker, slot in own.items() if worker not in renewed})
+        claimed = await self._slots.claim({worker: slot for worker, slot in own.items() if worker not in renewed})
         without = []
         for entry in ours:
             if entry.worker in renewed:
                 entry.held_at = at
-            elif entry.worker in taken:  # Redis forgot the slot, so perhaps bits too
+            elif entry.worker in claimed:  # Redis forgot the slot, so perhaps bits too
                 entry.held_at, entry.refreshed_at = at, _NEVER
             else:
                 entry.is_given_up = True  # even if no other slot can be leased now
                 without.append(entry)
         if without:
             await self._lease_slots(without, at)
-        if taken or without:
+        if claimed or without:
             await self._slots.read(at)
 
     async def _lease_slots(self, entries: Sequence[_Worker], at: float) -> None:

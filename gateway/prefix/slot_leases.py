@@ -16,8 +16,8 @@ import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import methodcaller
 
-from gateway.prefix.prefix_matches import NOWHERE, WorkerBits
-from gateway.prefix.worker_bitmap import NUM_SLOTS, mask_of, places_of
+from gateway.prefix.prefix_matches import NO_WORKERS, WorkerBits
+from gateway.prefix.worker_bitmap import NUM_SLOTS, mask_of, worker_bits_of
 from gateway.store.redis_client import Pipeline, answers_of, values_of
 
 KV_TTL_S = 600
@@ -38,7 +38,7 @@ class SlotLeases:
     clock."""
 
     def __init__(self, client, timeout_s: float, gateway: bytes):
-        self.places: WorkerBits = NOWHERE
+        self.worker_bits: WorkerBits = NO_WORKERS
         self.retired = 0  # bits, as of bit_sets
         self._client, self._timeout_s = client, timeout_s
         self._beat_name, self._num_beats = b"baton:beat:" + gateway, 0  # batches that Redis has confirmed
@@ -55,7 +55,7 @@ class SlotLeases:
     def may_be_looked_up(self, at: float) -> bool:
         """Return whether lookups may use the slots that were read last: they are valid for all spans that have not
         expired."""
-        return bool(self.places.mask) and at - self._read_at < KV_TTL_S
+        return bool(self.worker_bits.mask) and at - self._read_at < KV_TTL_S
 
     async def read(self, at: float) -> None:
         """Read which worker has which slot, and whether Redis was restored from an older copy."""
@@ -63,7 +63,7 @@ class SlotLeases:
         *self._holders, beat = await values_of(self._client, names, _MAX_NAME_BYTES)
         if beat is not None and beat.isdigit() and int(beat) < num_beats:
             self._went_back, self._num_beats = True, int(beat)
-        self.places = places_of([None if holder == RETIRED else holder for holder in self._holders])
+        self.worker_bits = worker_bits_of([None if holder == RETIRED else holder for holder in self._holders])
         self.retired = mask_of(slot for slot, holder in enumerate(self._holders) if holder == RETIRED)
         self._seen.update((slot, at) for slot, holder in enumerate(self._holders) if holder is not None)
         self._read_at = at
@@ -91,13 +91,13 @@ class SlotLeases:
             log.warning("redis: it came back with what it had saved before, all is written again")
         return went_back
 
-    async def take(self, slots: Mapping[bytes, int]) -> set[bytes]:
-        """Take free slots for workers; return the workers whose slot was free. A slot that Redis has forgotten is taken
-        again in this way, perhaps without its bits."""
+    async def claim(self, slots: Mapping[bytes, int]) -> set[bytes]:
+        """Claim free slots for workers; return the workers whose slot was free. A slot that Redis has forgotten is
+        claimed again in this way, perhaps without its bits."""
         answers = await self._ask(
             [methodcaller("set", _name(slot), worker, nx=True, ex=SLOT_TTL_S) for worker, slot in slots.items()]
         )
-        return {worker for worker, is_taken in zip(slots, answers, strict=True) if is_taken}
+        return {worker for worker, is_claimed in zip(slots, answers, strict=True) if is_claimed}
 
     async def lease(self, workers: Sequence[bytes], at: float) -> dict[bytes, int]:
         """Lease empty slots to the workers, as far as slots are free; return slot by worker. Slots that they had before
@@ -106,7 +106,7 @@ class SlotLeases:
         leased: dict[bytes, int] = {}
         while len(leased) < len(workers) and (free := self._free(at)):
             asked = dict(zip([worker for worker in workers if worker not in leased], free))
-            leased.update((worker, asked[worker]) for worker in await self.take(asked))
+            leased.update((worker, asked[worker]) for worker in await self.claim(asked))
             self._seen.update(dict.fromkeys(asked.values(), at))  # also if another gateway was faster
         return leased
 
@@ -136,7 +136,7 @@ class SlotLeases:
         """Retire slots of workers for which `writer_name(worker)` has been missing for ORPHAN_S."""
         if at - self._looked_at < min(_LOOK_S, ORPHAN_S / 4):
             return
-        self._looked_at, workers = at, list(self.places.place_of)
+        self._looked_at, workers = at, list(self.worker_bits.bit_of)
         writers = await values_of(self._client, list(map(writer_name, workers)), _MAX_NAME_BYTES) if workers else []
         missing = [worker for worker, writer in zip(workers, writers, strict=True) if writer is None]
         self._unwritten = {worker: self._unwritten.get(worker, at) for worker in missing}

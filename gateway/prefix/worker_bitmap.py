@@ -16,27 +16,28 @@ _ALL = 32  # spans of a prompt that is short enough not to be sampled
 NUM_BYTES = NUM_SLOTS // 8
 
 
-def places_of(holders: Sequence[object]) -> WorkerBits:
+def worker_bits_of(holders: Sequence[object]) -> WorkerBits:
     """Return the bits of the workers that hold the slots, one bit each. `holders` is not trusted: a value that is not a
     byte string names no worker."""
-    place_of = {holder: _place(slot) for slot, holder in enumerate(holders) if isinstance(holder, bytes)}
-    return WorkerBits.of({place: worker for worker, place in place_of.items()})
+    bit_of = {holder: _bit(slot) for slot, holder in enumerate(holders) if isinstance(holder, bytes)}
+    return WorkerBits.of({bit: worker for worker, bit in bit_of.items()})
 
 
 def mask_of(slots: Iterable[int]) -> int:
     """Return an integer with the bits of these slots set, as in bit_sets."""
-    return sum(1 << _place(slot) for slot in slots)
+    return sum(1 << _bit(slot) for slot in slots)
 
 
 def slots_in(bits: int) -> Iterator[int]:
     """Yield the slots whose bits are set."""
     while bits:
         lowest = bits & -bits
-        yield _place(lowest.bit_length() - 1)
+        yield _bit(lowest.bit_length() - 1)
         bits ^= lowest
 
 
-def _place(slot: int) -> int:
+def _bit(slot: int) -> int:
+    """Return the bit of a slot, and likewise the slot of a bit."""
     return NUM_SLOTS - 1 - slot
 
 

@@ -26,7 +26,7 @@ from gateway.config.served_model import ServedModel
 from gateway.discovery.redis_directory import _read as read_member
 from gateway.model.model_folder import Defaults
 from gateway.prefix.prefix_matches import Matches
-from gateway.prefix.worker_bitmap import bit_sets, places_of
+from gateway.prefix.worker_bitmap import bit_sets, worker_bits_of
 from gateway.queue.quota_sync import read_counts
 from gateway.request.validation import validate
 from kvtransfer.errors import KVError
@@ -102,7 +102,7 @@ def a_frame(draw: random.Random) -> None:
 
 def a_value_of_redis(draw: random.Random) -> None:
     values = [draw.choice((None, _noise(draw), draw.randrange(9), "text", [b"x"])) for _ in range(draw.randrange(8))]
-    dict(Matches(bit_sets(values), places_of([b"w" * 24, 7, None, b"v"])))
+    dict(Matches(bit_sets(values), worker_bits_of([b"w" * 24, 7, None, b"v"])))
 
 
 def a_ticket(draw: random.Random) -> None:

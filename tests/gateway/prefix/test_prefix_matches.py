@@ -25,8 +25,8 @@ def test_what_is_said_of_each(held):
 
 def test_those_that_hold_as_much_come_first_in_turn():
     for num in (50, 500):
-        bits, places = (1 << num) - 1, WorkerBits.of({i: b"%d" % i for i in range(num)})
-        first = [next(iter(Matches([bits], places, random.Random(seed)))) for seed in range(2 * num)]
+        bits, worker_bits = (1 << num) - 1, WorkerBits.of({i: b"%d" % i for i in range(num)})
+        first = [next(iter(Matches([bits], worker_bits, random.Random(seed)))) for seed in range(2 * num)]
         assert len(set(first)) > num / 2
 
 

@@ -13,7 +13,7 @@ from gateway.prefix import redis_index, slot_leases
 from gateway.prefix.prefix_matches import Matches
 from gateway.prefix.redis_index import RedisIndex, SecretDiffers
 from gateway.prefix.slot_leases import KV_TTL_S
-from gateway.prefix.worker_bitmap import NUM_SLOTS, bit_sets, places_of
+from gateway.prefix.worker_bitmap import NUM_SLOTS, bit_sets, worker_bits_of
 from tests.gateway.calls import generate
 from tests.support.pace import patience
 from tests.support.redis_server import RedisServer
@@ -82,7 +82,7 @@ async def test_long_prompts_are_looked_up_by_samples(server):
     chain = [hashlib.sha256(b"long%d" % i).digest() for i in range(300)]
     async with index(server, b"one") as one:
         one.join(OTHER, lambda: None)
-        await until(lambda: len(one._slots.places.worker_at) == 2)
+        await until(lambda: len(one._slots.worker_bits.worker_at) == 2)
         for lengths, expected in (
             ((300, 40), (300, 32)), ((250, 250), (250, 250)), ((17, 3), (17, 2)), ((3, 0), (3, 0)), ((64, 63), (64, 48)),
             ((100, 99), (100, 99)),
@@ -389,7 +389,7 @@ def test_longest_runs_of_slots(values):
         run = next((i for i, value in enumerate(values) if not bit(value, slot)), len(values))
         if run and slots[slot]:
             expected[slots[slot]] = run
-    assert Matches(bit_sets(values), places_of(slots)) == expected
+    assert Matches(bit_sets(values), worker_bits_of(slots)) == expected
 
 
 @pytest.fixture
