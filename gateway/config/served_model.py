@@ -85,7 +85,7 @@ class ServedModel:
         return self.adapters.get(asked) or self.adapters.get(asked.removeprefix(f"{self.name}:"))
 
     @property
-    def context_words(self) -> str:
+    def context_label(self) -> str:
         """What `context` is, for errors, in words that clients search for."""
         known = "the maximum context length"
         return f"{known} that a decode worker here holds" if self.is_bound_by_workers else known

@@ -73,8 +73,8 @@ class ModelIdentities:
             raise ValueError(f"{self._path}: {error}") from None
 
 
-def _digests(words: Sequence[str]) -> frozenset[bytes]:
-    for word in words:
-        if not _DIGEST.fullmatch(word):
-            raise ValueError(f"{word[:80]!r} is not a model digest: 64 hex digits, as a worker's ready line has them")
-    return frozenset(map(bytes.fromhex, words))
+def _digests(texts: Sequence[str]) -> frozenset[bytes]:
+    for text in texts:
+        if not _DIGEST.fullmatch(text):
+            raise ValueError(f"{text[:80]!r} is not a model digest: 64 hex digits, as a worker's ready line has them")
+    return frozenset(map(bytes.fromhex, texts))

@@ -14,7 +14,7 @@ def resolve_max_tokens(validated: ValidatedRequest, num_prompt_tokens: int, serv
         max_tokens = _default_max_tokens(validated, num_prompt_tokens, room, served)
     elif max_tokens > room:
         sums = f"{num_prompt_tokens} + {max_tokens} > {served.context}"
-        message = f"input length and `max_tokens` exceed context limit: {sums}, {served.context_words}: {room} are left"
+        message = f"input length and `max_tokens` exceed context limit: {sums}, {served.context_label}: {room} are left"
         raise ContextLengthExceeded("stopping.max_tokens", message)
     elif validated.num_choices * max_tokens > served.limits.output_tokens:
         raise InvalidRequest("sampling.n", f"n x max_tokens is over {served.limits.output_tokens}")

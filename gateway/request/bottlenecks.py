@@ -12,7 +12,7 @@ from collections import defaultdict
 from gateway.request.timing import Measured, Stamps, breakdown
 
 # The phases in which a request waits in a queue of this gateway; in `decode` it has moved to another worker.
-_IN_LINE = {
+_QUEUED = {
     "decode queue": ("route", "admit", "decode"),
     "prefill queue": ("prefill_queue", "decode"),
     "kv pool": ("route", "admit", "prefill_queue", "decode"),
@@ -26,7 +26,7 @@ class _Attribution(defaultdict[str, float]):
         super().__init__(float)
         self.spent_s = defaultdict[str, float](float, spent_s)
 
-    def take(self, bottleneck: str, phases: tuple[str, ...], most_s: float = float("inf")) -> None:
+    def move(self, bottleneck: str, phases: tuple[str, ...], most_s: float = float("inf")) -> None:
         """Move up to `most_s` seconds of these phases, in their order, to a bottleneck."""
         most_s = max(0.0, most_s)  # in this order: NaN counts as 0
         for phase in phases:
@@ -35,29 +35,29 @@ class _Attribution(defaultdict[str, float]):
             self.spent_s[phase] -= taken_s
             most_s -= taken_s
 
-    def take_work(self, bottleneck: str, phases: tuple[str, ...], core_wait: float) -> None:
+    def move_work(self, bottleneck: str, phases: tuple[str, ...], core_wait: float) -> None:
         """Move all of these phases to a bottleneck, except `core_wait`, the share in which the worker waited for a
         core."""
-        self.take("cores", phases, core_wait * sum(self.spent_s[phase] for phase in phases))
-        self.take(bottleneck, phases)
+        self.move("cores", phases, core_wait * sum(self.spent_s[phase] for phase in phases))
+        self.move(bottleneck, phases)
 
 
 def seconds_by_bottleneck(stamps: Stamps, measured: Measured) -> dict[str, float]:
     """Return seconds by bottleneck; their sum is that of the phases of `breakdown`."""
     found, waits = _Attribution(breakdown(stamps, measured)), measured.decode.waits
     for bottleneck, waited_s in measured.in_line_s.items():
-        found.take(bottleneck, _IN_LINE[bottleneck], waited_s)
+        found.move(bottleneck, _QUEUED[bottleneck], waited_s)
     _attribute_delivery(found, measured)
-    found.take("kv pool", ("prefill_queue",), measured.prefill_block_s)
+    found.move("kv pool", ("prefill_queue",), measured.prefill_block_s)
     if not measured.is_disaggregated:
-        found.take("decode queue", ("prefill_queue",), measured.prefill_place_s)
-    found.take("kv pool", ("decode_queue", "decode"), waits.block_s)
-    found.take("decode queue", ("decode_queue", "decode"), waits.place_s)
-    found.take("prefill queue", ("prefill_queue",))
-    found.take("decode queue", ("decode_queue",))
-    found.take_work("prefill compute", ("prefill",), measured.prefill_core_wait)
-    found.take_work("decode bandwidth", ("first_step", "decode"), measured.decode_core_wait)
-    found.take("transfer", ("kv_wait",))
+        found.move("decode queue", ("prefill_queue",), measured.prefill_place_s)
+    found.move("kv pool", ("decode_queue", "decode"), waits.block_s)
+    found.move("decode queue", ("decode_queue", "decode"), waits.place_s)
+    found.move("prefill queue", ("prefill_queue",))
+    found.move("decode queue", ("decode_queue",))
+    found.move_work("prefill compute", ("prefill",), measured.prefill_core_wait)
+    found.move_work("decode bandwidth", ("first_step", "decode"), measured.decode_core_wait)
+    found.move("transfer", ("kv_wait",))
     return {name: seconds for name, seconds in found.items() if seconds > 0}
 
 

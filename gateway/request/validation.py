@@ -205,7 +205,7 @@ def check_token_ids(ids, vocab_size: int, where: str) -> array:
 
 def prompt_too_long_error(field: str, num_tokens: int, most: int, served: ServedModel) -> ContextLengthExceeded:
     """Return the error for a prompt of more than `most` tokens."""
-    message = f"prompt is too long: {num_tokens} tokens > {most}: {served.context_words} is {served.context}"
+    message = f"prompt is too long: {num_tokens} tokens > {most}: {served.context_label} is {served.context}"
     return ContextLengthExceeded(field, message)
 
 
@@ -340,7 +340,7 @@ def _max_tokens(stopping: pb.Stopping, served: ServedModel) -> int | None:
     longest = min(served.context - 1, served.limits.max_tokens)
     if not 1 <= stopping.max_tokens <= longest:
         is_the_context = longest == served.context - 1
-        why = f"{served.context_words}, less a prompt" if is_the_context else "the limit of one request"
+        why = f"{served.context_label}, less a prompt" if is_the_context else "the limit of one request"
         kind = ContextLengthExceeded if is_the_context and stopping.max_tokens else InvalidRequest
         raise kind("stopping.max_tokens", f"must be 1 to {longest}: {why}")
     return stopping.max_tokens

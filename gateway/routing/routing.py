@@ -361,7 +361,7 @@ def _late_s(predicted_s: float, bound_s: float | None, times: float) -> float:
     return 0.0 if bound_s is None else _LATE * times * max(0.0, predicted_s - bound_s)
 
 
-# ---- in words, for errors and spans ----
+# ---- descriptions, for errors and spans ----
 
 
 def describe_needs(request: RoutingRequest) -> str:

@@ -140,4 +140,4 @@ async def answers_of(
 
 def fault_of(error: Exception) -> str:
     """Return what is wrong with a Redis whose call fails with this error."""
-    return next((words for kind, words in _FAULTS if isinstance(error, kind)), "it does not answer")
+    return next((fault for kind, fault in _FAULTS if isinstance(error, kind)), "it does not answer")

@@ -32,7 +32,7 @@ class ConstraintChecks:
 
     def __init__(self, tokenizer_json: bytes, vocab_size: int):
         """Check for a tokenizer and a model of `vocab_size` ids, which may be fewer than the tokenizer's."""
-        self._first = vocab_size.to_bytes(8, "little") + tokenizer_json
+        self._vocabulary = vocab_size.to_bytes(8, "little") + tokenizer_json
         self._idle: list[_Checker] = []  # last in, first out: more than one is seldom needed
         self._processes: WeakSet[_Checker] = WeakSet()
         self._known: OrderedDict[bytes, tuple[str, str]] = (
@@ -45,8 +45,8 @@ class ConstraintChecks:
         """Start a process before a constraint needs one. A failure is ignored: the next check meets it again and
         reports it."""
         with contextlib.suppress(Unavailable):
-            process, _ = self._take()
-            self._give_back(process)
+            process, _ = self._acquire()
+            self._release(process)
 
     def known(self, constraint: Constraint) -> tuple[str, str] | None:
         """Return the remembered result of a check as (place, reason), or None if the constraint was not checked yet."""
@@ -78,17 +78,17 @@ class ConstraintChecks:
                 process.close()
 
     def _ask(self, constraint: Constraint) -> tuple[str, str]:
-        process, problem = self._take()
+        process, problem = self._acquire()
         if problem != ("", ""):
             return problem
         if (problem := process.ask(json.dumps(constraint).encode(), _MAX_WAIT_S)) is None:
             if process.close() == -signal.SIGKILL:  # by us, or by a kernel out of memory: not the constraint's fault
                 raise Unavailable("the constraint could not be checked in time", _RETRY_AFTER_S)
             return "", f"takes more than {MAX_CPU_S:g} s or too much memory to compile: make it simpler"
-        self._give_back(process)
+        self._release(process)
         return problem
 
-    def _take(self) -> tuple["_Checker", tuple[str, str]]:
+    def _acquire(self) -> tuple["_Checker", tuple[str, str]]:
         """Return a process for this caller alone, and what is wrong with the vocabulary as (place, reason). Raises
         Unavailable."""
         with self._lock:
@@ -103,14 +103,14 @@ class ConstraintChecks:
                 problem = f"the process that checks constraints cannot be started: {error.strerror}"
                 raise Unavailable(problem, _RETRY_AFTER_S) from None
             self._processes.add(process)
-        if (problem := process.ask(self._first, _START_S)) is None:
+        if (problem := process.ask(self._vocabulary, _START_S)) is None:
             process.close()
             raise Unavailable("the process that checks constraints did not start", _RETRY_AFTER_S)
         if problem != ("", ""):
             process.close()
         return process, problem
 
-    def _give_back(self, process: "_Checker") -> None:
+    def _release(self, process: "_Checker") -> None:
         with self._lock:
             self._idle.append(process)
 

@@ -84,7 +84,7 @@ class ChatMessage(NamedTuple):
         return values
 
 
-class Words(NamedTuple):
+class ClientTexts(NamedTuple):
     """What the client wrote in a conversation: all texts, and among them the keys of objects."""
 
     texts: list[str]
@@ -116,7 +116,7 @@ class Conversation(NamedTuple):
     options: ChatOptions = ChatOptions()
 
     @property
-    def words(self) -> Words:
+    def client_texts(self) -> ClientTexts:
         """What the client wrote, found without recursion: its objects may have 100,000 parts."""
         texts, keys = list[str](), list[str]()
         rest: list[object] = [self.options.tools, self.options.kwargs]
@@ -131,7 +131,7 @@ class Conversation(NamedTuple):
                 rest += value.values()
             elif isinstance(value, list | tuple):
                 rest += value
-        return Words(texts + keys, keys)
+        return ClientTexts(texts + keys, keys)
 
 
 NO_OPTIONS = ChatOptions()
@@ -275,7 +275,7 @@ def in_turns(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
 
 def texts_of(messages: Sequence[ChatMessage], options: ChatOptions) -> list[str]:
     """Return all texts that the client wrote."""
-    return Conversation(tuple(messages), options).words.texts
+    return Conversation(tuple(messages), options).client_texts.texts
 
 
 def unused_marks(number: int, texts: Sequence[str], text: str = "") -> tuple[str, ...]:

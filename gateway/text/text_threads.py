@@ -26,21 +26,21 @@ class TextThreads:
         thread."""
         self._executor = ThreadPoolExecutor(num_threads, thread_name_prefix=name)
         self._start_threads(num_threads)
-        self._num_idle, self._most_of_one = num_threads, max(1, num_threads - 1)
+        self._num_idle, self._max_of_tenant = num_threads, max(1, num_threads - 1)
         # Waiting work by tenant; the tenant whose turn it is comes first.
-        self._lines: dict[str, dict[asyncio.Future, Callable[[], object]]] = {}
-        self._num_taken: Counter[str] = Counter()  # threads, by tenant
+        self._pending: dict[str, dict[asyncio.Future, Callable[[], object]]] = {}
+        self._num_running: Counter[str] = Counter()  # threads in use, by tenant
 
     async def run(self, tenant: str, work: Callable[[], Result]) -> Result:
         """Run `work` in a thread; return or raise what it does. If the call is cancelled, the thread stays in use until
         the work has ended."""
         future = asyncio.get_running_loop().create_future()
-        self._lines.setdefault(tenant, {})[future] = work
+        self._pending.setdefault(tenant, {})[future] = work
         self._begin()
         try:
             return await future
         finally:
-            self._take(tenant, future)
+            self._remove(tenant, future)
 
     def close(self) -> None:
         self._executor.shutdown(wait=False, cancel_futures=True)
@@ -60,34 +60,34 @@ class TextThreads:
 
     def _begin(self) -> None:
         while self._num_idle and (tenant := self._next()) is not None:
-            future = next(iter(self._lines[tenant]))
-            work = self._take(tenant, future)
+            future = next(iter(self._pending[tenant]))
+            work = self._remove(tenant, future)
             if work is None or future.cancelled():
                 continue
-            if tenant in self._lines:
-                self._lines[tenant] = self._lines.pop(tenant)  # other tenants come first now
+            if tenant in self._pending:
+                self._pending[tenant] = self._pending.pop(tenant)  # other tenants come first now
             self._num_idle -= 1
-            self._num_taken[tenant] += 1
+            self._num_running[tenant] += 1
             running = asyncio.get_running_loop().run_in_executor(self._executor, work)
             running.add_done_callback(lambda ended, tenant=tenant, future=future: self._ended(tenant, future, ended))
 
     def _next(self) -> str | None:
         """Return the tenant whose work is next, the first of those that use fewest threads; None: no work may begin."""
-        fewest = min(self._lines, key=lambda tenant: self._num_taken[tenant], default=None)
-        return None if fewest is None or self._num_taken[fewest] >= self._most_of_one else fewest
+        fewest = min(self._pending, key=lambda tenant: self._num_running[tenant], default=None)
+        return None if fewest is None or self._num_running[fewest] >= self._max_of_tenant else fewest
 
-    def _take(self, tenant: str, future: asyncio.Future) -> Callable[[], object] | None:
+    def _remove(self, tenant: str, future: asyncio.Future) -> Callable[[], object] | None:
         """Remove waiting work and return it, or None if it was removed before."""
-        line = self._lines.get(tenant, {})
-        work = line.pop(future, None)
-        if not line:
-            self._lines.pop(tenant, None)
+        pending = self._pending.get(tenant, {})
+        work = pending.pop(future, None)
+        if not pending:
+            self._pending.pop(tenant, None)
         return work
 
     def _ended(self, tenant: str, future: asyncio.Future, ended: asyncio.Future) -> None:
         self._num_idle += 1
-        self._num_taken[tenant] -= 1
-        self._num_taken += Counter()  # forgets tenants that use none
+        self._num_running[tenant] -= 1
+        self._num_running += Counter()  # forgets tenants that use none
         if future.done():
             ended.exception()  # the call was cancelled: nobody else takes the error
         elif error := ended.exception():

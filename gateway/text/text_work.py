@@ -17,7 +17,7 @@ from gateway.text.detokenizer import Detokenizer
 from gateway.text.infilling import find_infilling
 from gateway.text.origins import Rendered, render_origins
 from gateway.text.prompt_input import PromptInput
-from gateway.text.templates import ChatOptions, ChatTemplate, Conversation, TemplateFailed, Words
+from gateway.text.templates import ChatOptions, ChatTemplate, ClientTexts, Conversation, TemplateFailed
 from gateway.text.text_threads import NUM_CHECKS, TextThreads
 from gateway.text.tokenizer import CannotEncode, ControlTokenInContent, Tokenizer
 
@@ -56,14 +56,14 @@ class TextWork:
         text, token_ids, messages = prompt
         if token_ids is not None:
             return token_ids
-        words = Words([text], []) if text is not None else messages.words
-        num_chars = sum(map(len, words.texts))
+        given = ClientTexts([text], []) if text is not None else messages.client_texts
+        num_chars = sum(map(len, given.texts))
         self._check_length(prompt.field, num_chars, context)
         if text is None:
             if self._template is None:
                 raise InvalidRequest("messages", "this model has no chat template: send text or token_ids")
             self._check_options(messages, self._template.of(messages.options))
-            return await self._in_thread(partial(self._encode_chat, messages, words, context), tenant, deadline)
+            return await self._in_thread(partial(self._encode_chat, messages, given, context), tenant, deadline)
         spells_controls = self._prompts_spell_controls and not is_data
         work = partial(self._encode, partial(self._tokenizer.encode_text, text, spells_controls))
         return work() if num_chars <= _INLINE else await self._in_thread(work, tenant, deadline)
@@ -165,9 +165,9 @@ class TextWork:
         except CannotEncode as error:
             raise InvalidRequest("text", f"the model's tokenizer fails on it: {error}") from None
 
-    def _encode_chat(self, messages: Conversation, words: Words, context: int) -> Sequence[int]:
+    def _encode_chat(self, messages: Conversation, given: ClientTexts, context: int) -> Sequence[int]:
         try:
-            rendered = self._render(messages, words)
+            rendered = self._render(messages, given)
             self._check_length("messages", len(rendered.text), context)
             self._check_tools(messages.options, rendered.text)
             return self._known("messages", self._tokenizer.encode_chat(rendered))
@@ -202,12 +202,12 @@ class TextWork:
             message = "this model's chat template has no place for tools: write them in a message too, or into the"
             raise InvalidRequest("messages.tools", f"{message} chat_template_kwargs that it reads, such as xml_tools")
 
-    def _render(self, conversation: Conversation, words: Words) -> Rendered:
+    def _render(self, conversation: Conversation, given: ClientTexts) -> Rendered:
         """Render a conversation and find the control tokens that the template wrote: all of them if no text of the
         client can spell one. Raises ControlTokenInContent if a key can: templates look keys up, so keys carry no
         marks."""
         messages, options = conversation
-        tokenizer, (texts, keys), template = self._tokenizer, words, self._template.of(options)
+        tokenizer, (texts, keys), template = self._tokenizer, given, self._template.of(options)
         if any(map(tokenizer.may_spell_control, keys)):
             raise ControlTokenInContent
         if any(map(tokenizer.may_spell_control, texts)) or any(map(tokenizer.controls.may_name, keys)):

@@ -123,7 +123,7 @@ def test_what_is_given_arrives():
     )
     conversation = check_conversation(given, RequestLimits())
     messages, options = conversation
-    assert messages[2].name == "search" and "search" in conversation.words.texts
+    assert messages[2].name == "search" and "search" in conversation.client_texts.texts
     assert [message.role for message in messages] == ["developer", "assistant", "tool", "assistant"]
     assert messages[0].content == "ab"
     assert messages[1].tool_calls == (ChatToolCall("c1", "find", json.loads(CALL.arguments)),)

@@ -156,7 +156,7 @@ async def test_what_is_gone_is_not_done(threads):
     for call in gone:
         call.cancel()
     await asyncio.gather(*gone, return_exceptions=True)
-    assert not threads._lines.get("a"), "what is gone is held in no line"
+    assert not threads._pending.get("a"), "what is gone is not pending"
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)
     behind = asyncio.create_task(threads.run("a", lambda: ran.append("behind")))

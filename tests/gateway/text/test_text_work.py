@@ -173,7 +173,7 @@ async def test_who_hangs_up_has_no_work_done_and_pays_for_what_runs(cluster, tmp
         await c.until(lambda: not c.pipeline.admission.key_ids)
         assert (await expect_refusal(tokenize(c, "x"))).reason == "TENANT_TOKENS"
         held.go.set()
-        await c.until(lambda: not c.pipeline.text._threads._lines)
+        await c.until(lambda: not c.pipeline.text._threads._pending)
         assert held.num == NUM_THREADS - 1, "two were gone before their thread began"
 
 
