@@ -29,6 +29,7 @@ class ModelIdentities:
 
     @property
     def is_file(self) -> bool:
+        """Whether the list is in a file, which may change."""
         return self._path is not None
 
     def lists(self, identity: bytes) -> bool:

@@ -1,4 +1,4 @@
-"""The token bucket of one tenant, and its counts as other gateways are told them."""
+"""The token bucket of one tenant, and the counts of it that gateways exchange."""
 
 import math
 from typing import NamedTuple
@@ -82,7 +82,7 @@ class TenantBucket:
         self._balance = self.balance(at) + num_tokens
 
     def counts(self, at: float) -> UsageCounts:
-        """Return this gateway's counts, to be told other gateways."""
+        """Return this gateway's counts, to be shared with other gateways."""
         return UsageCounts(self.num_running, self.num_reserved, self.num_returned, self.balance(at))
 
     def merge(self, gateway: str, counts: UsageCounts, at: float) -> None:

@@ -220,8 +220,8 @@ class WaitingQueue:
             entry.call()
 
     def wait_s(self, queued: QueuedRequest) -> float:
-        """Return how many seconds this request would wait here at the queue's recent speed. It is 0 until that is
-        known, and for a tenant of which none waits here: its request asks workers first."""
+        """Return how many seconds this request would wait here at the queue's recent speed. It is 0 while that is
+        unknown, and for a tenant without a waiting request, whose next request asks the workers first."""
         queue = self._queues.get(queued.tenant)
         if queue is None or not self._served_tokens:
             return 0.0

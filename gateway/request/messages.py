@@ -41,9 +41,15 @@ def check_conversation(request: pb.Messages, limits: RequestLimits) -> Conversat
     names, must_call = _choice(request, [tool["name"] for tool in tools])
     is_parallel = not request.tool_name and (not request.HasField("parallel_tool_calls") or request.parallel_tool_calls)
     options = ChatOptions(
-        tools, kwargs, request.continue_final_message, names, must_call, is_parallel, request.stream_tool_arguments,
-        tuple(tool.name for tool in request.tools if tool.strict and tool.name in names),
-    )  # fmt: skip
+        tools=tools,
+        kwargs=kwargs,
+        continues=request.continue_final_message,
+        callable_tools=names,
+        must_call=must_call,
+        is_parallel=is_parallel,
+        streams_arguments=request.stream_tool_arguments,
+        strict_tools=tuple(tool.name for tool in request.tools if tool.strict and tool.name in names),
+    )
     return Conversation(messages, options)
 
 

@@ -71,9 +71,14 @@ class ValidatedRequest:
         sampling = self.sampling
         sampling.ClearField("logit_bias")
         return replace(
-            self, prompt=PromptInput(), suffix="", sampling_bytes=sampling.SerializeToString(), stops=(),
-            stop_token_ids=_NO_IDS, constraint=None,
-        )  # fmt: skip
+            self,
+            prompt=PromptInput(),
+            suffix="",
+            sampling_bytes=sampling.SerializeToString(),
+            stops=(),
+            stop_token_ids=_NO_IDS,
+            constraint=None,
+        )
 
 
 def check_model(asked: str, served: ServedModel) -> bytes:

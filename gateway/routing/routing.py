@@ -112,6 +112,7 @@ class Decision:
 
     @property
     def is_local(self) -> bool:
+        """Whether the decode worker reads the prompt itself."""
         return self.prefill is None
 
 

@@ -59,7 +59,7 @@ def render_origins(
 
 
 class _Disguise(abc.ABC):
-    """Change the clients' texts of one conversation so that they can be told from what the template writes."""
+    """Change the clients' texts of one conversation so that they differ from what the template writes."""
 
     def __init__(self, controls: ControlTokens):
         self.controls = controls

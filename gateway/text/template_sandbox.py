@@ -65,6 +65,7 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
         return {**values, _WORK: RenderBudget()}
 
     def add_filter(self, name: str, function) -> None:
+        """Add a filter whose arguments and result are bounded."""
         self.filters[name] = _bounded(name, function)
 
     def _parse(self, source, name, filename) -> nodes.Template:
@@ -76,6 +77,7 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
         return template
 
     def call(__self, __context: Context, __obj, *args, **kwargs):
+        """Call a function of a template, with bounded arguments and a bounded result."""
         if not _takes_values(__obj):
             _check_arguments((*args, *kwargs.values()))
         if getattr(__obj, "__name__", "") in ("format", "format_map"):
@@ -83,6 +85,7 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
         return _counted(__context, super().call(__context, __obj, *args, **kwargs))
 
     def call_binop(self, context: Context, operator: str, left, right):
+        """Compute an operator of a template if the result is within bounds. Raises SecurityError."""
         if operator == "%":
             _check_widths(_WIDE_PERCENT, left)
         elif isinstance(left, int) and isinstance(right, int):
@@ -97,6 +100,7 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
         return _counted(context, super().call_binop(context, operator, left, right))
 
     def concatenated(self, context: Context, parts: Iterable) -> str:
+        """Return the parts of `a ~ b`, joined. Raises SecurityError if they are too long."""
         texts = [str(part) for part in parts]
         _check(sum(map(len, texts)), MAX_CHARS, "a value")
         return _counted(context, "".join(texts))

@@ -243,9 +243,13 @@ class ChatTemplate:
             values = [each | {"role": "system"} if each["role"] == "developer" else each for each in values]
         tools = [{"type": "function", "function": tool} for tool in options.tools] or None
         variables = TemplateSandbox.variables(
-            **options.kwargs, messages=values, tools=tools, documents=None,
-            add_generation_prompt=not options.continues, **self._special_tokens,
-        )  # fmt: skip
+            **options.kwargs,
+            messages=values,
+            tools=tools,
+            documents=None,
+            add_generation_prompt=not options.continues,
+            **self._special_tokens,
+        )
         pieces, num_chars = [], 0
         try:
             for piece in self._template.generate(variables):

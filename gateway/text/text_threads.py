@@ -43,6 +43,7 @@ class TextThreads:
             self._remove(tenant, future)
 
     def close(self) -> None:
+        """Cancel pending work and end each thread once its work has ended."""
         self._executor.shutdown(wait=False, cancel_futures=True)
 
     def _start_threads(self, num_threads: int) -> None:

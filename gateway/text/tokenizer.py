@@ -37,7 +37,7 @@ class CannotEncode(Exception):
 
 
 class ControlTokenInContent(Exception):
-    """The template moves content such that control tokens in it cannot be told from the template's."""
+    """The template moves content such that its control tokens cannot be distinguished from the template's."""
 
 
 class Tokenizer:
@@ -87,6 +87,7 @@ class Tokenizer:
 
     @property
     def decoder(self) -> tokenizers.Tokenizer:
+        """The library's tokenizer, which decodes token ids."""
         return self._normal
 
     def encode_text(self, text: str, spells_controls: bool = False) -> list[int]:
