@@ -12,7 +12,7 @@ def begin_answer(request: RequestContext, event: Occurrence[pb.Done]) -> None:
     """Add the first tokens to the answer, and begin to decode. Raises Diverged and InvalidRequest."""
     done, attempt, answer = event.payload, request.attempt, request.answer
     request.leave_queue()
-    request.queue_place.note_running()
+    request.queue_wait.note_running()
     for leg in (attempt.decode, attempt.prefill):
         if leg is not None:
             leg.num_prefill_tokens = 0
@@ -54,7 +54,7 @@ def _record_prefill(request: RequestContext, done: pb.Done) -> None:
     num_cached_tokens = min(done.num_cached_tokens, len(attempt.spec.token_ids))
     if not request.answer.has_begun:
         record.measured.queue_s, record.measured.prefill_s = done.queue_s, done.prefill_s
-        record.measured.prefill_place_s, record.measured.prefill_block_s = done.waits.place_s, done.waits.block_s
+        record.measured.prefill_slot_s, record.measured.prefill_block_s = done.waits.place_s, done.waits.block_s
         record.measured.is_disaggregated = attempt.prefill is not None
         record.measured.prefill_core_wait = attempt.prefilling_leg.link.load.core_wait
         record.num_cached_tokens = num_cached_tokens

@@ -23,7 +23,7 @@ def ask_for_credit(request: RequestContext, event: Occurrence[object]) -> Reques
         return queue_for_worker(request, error)
     request.failures.note_replaced()
     # A request that has waited in a queue is served, even if it will be late.
-    if record.decision is None and not request.queue_place.is_in_line:
+    if record.decision is None and not request.queue_wait.is_queued:
         record.queued.check(placement.decision, queues.prefill.wait_s(record.queued))
     record.decision = placement.decision
     record.stamps.routed = record.stamps.routed or now()
@@ -48,9 +48,9 @@ def queue_for_credit(request: RequestContext, event: Occurrence[pb.Refused]) -> 
         return
     router.forget_refusals()
     if event.payload.reason in AWAITS_ADAPTER:
-        request.queue_place.join_for_worker(request.queues.decode_start)
+        request.queue_wait.join_for_worker(request.queues.decode_start)
     elif router.has_worker("decode"):
-        request.queue_place.join(request.queues.credit)
+        request.queue_wait.join(request.queues.credit)
     else:
         message = f"no decode worker that serves can hold {describe_needs(router.request)}"
         queue_for_worker(request, NoWorker(message))
@@ -61,8 +61,8 @@ def queue_for_worker(request: RequestContext, error: NoWorker) -> RequestState:
     `error` if there was none, if no worker may come."""
     request.failures.check_wait(error)
     if request.router.expects_worker():  # the time that a worker takes to start does not count as a wait for room
-        request.queue_place.wait_longer(request.router.max_start_wait_s)
-    request.queue_place.join_for_worker(request.queues.decode_start)
+        request.queue_wait.wait_longer(request.router.max_start_wait_s)
+    request.queue_wait.join_for_worker(request.queues.decode_start)
     return RequestState.AWAITING_CREDIT
 
 
@@ -76,4 +76,4 @@ def note_refusal(request: RequestContext, link: WorkerLink, refused: pb.Refused,
     """Note that a worker refused, in the request and in the queue in which it may have to wait."""
     queue.refused_for = refused.reason
     request.router.note_refusal(link, refused)
-    request.queue_place.note_refusal(refused)
+    request.queue_wait.note_refusal(refused)

@@ -19,14 +19,14 @@ def end_or_wait_longer(request: RequestContext, event: Occurrence[None]) -> None
     workers are full."""
     router, failures = request.router, request.failures
     lacks_worker = failures.awaits_worker or not router.has_worker("decode")
-    if not (lacks_worker and router.expects_worker() and request.queue_place.wait_longer(router.max_start_wait_s)):
+    if not (lacks_worker and router.expects_worker() and request.queue_wait.wait_longer(router.max_start_wait_s)):
         failures.end_wait()
         end_full(request, event)
 
 
 def end_full(request: RequestContext, event: Occurrence[None]) -> None:
     """End a request that has waited in a queue for too long. Raises Overloaded."""
-    request.queue_place.time_out()
+    request.queue_wait.time_out()
 
 
 def end_unread(request: RequestContext, event: Occurrence[Overflow | None]) -> None:

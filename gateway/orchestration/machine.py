@@ -118,10 +118,10 @@ class RequestMachine:
 
         A request leaves its queue before it writes, since a client that does not read would hold up the requests behind
         it; afterwards it asks for a worker again."""
-        place, answer = self.request.queue_place, self.request.answer
-        steps_out = place.is_in_line and answer.has_due
+        wait, answer = self.request.queue_wait, self.request.answer
+        steps_out = wait.is_queued and answer.has_due
         if steps_out:
-            place.leave(served=False)
+            wait.leave(served=False)
         self.request.mailbox.timer.arm()
         await answer.flush()
         if steps_out and self.state in _QUEUED:
@@ -153,7 +153,7 @@ class RequestMachine:
         elif request.queues.credit.is_open_to(request.record.tenant):
             self.happen(RequestEvent.CAPACITY)
         else:
-            request.queue_place.join(request.queues.credit)
+            request.queue_wait.join(request.queues.credit)
 
     def _receive_all(self, entry: tuple[WorkerLeg | None, object] | None) -> None:
         """Handle `entry` of the mailbox, unless it is None, and then every entry behind it."""

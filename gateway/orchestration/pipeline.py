@@ -295,7 +295,7 @@ def features_of(validated: ValidatedRequest) -> frozenset[str]:
 def _note_waits(request: RequestContext, loop: LoopDelay) -> None:
     """Record what the request waited for, and how late workers, this event loop and the network are at present."""
     measured, link = request.record.measured, request.attempt.decode.link
-    measured.in_line_s = dict(request.queue_place.waited_s)
+    measured.queued_s = dict(request.queue_wait.waited_s)
     measured.path = path_to(link, loop)
     measured.decode_core_wait = link.load.core_wait
     answer = request.answer

@@ -30,7 +30,7 @@ def begin_prefill(request: RequestContext, event: Occurrence[pb.Granted]) -> Req
     if _is_rest_short(request):
         attempt.prefill_link = None
     if attempt.prefill_link is not None and not request.queues.prefill.is_open_to(record.tenant):
-        request.queue_place.join(request.queues.prefill)
+        request.queue_wait.join(request.queues.prefill)
         return RequestState.AWAITING_PREFILL
     return ask_for_prefill(request, event)
 
@@ -49,7 +49,7 @@ def ask_for_prefill(request: RequestContext, event: Occurrence[object]) -> Reque
             attempt.prefill_link = router.prefill_for(attempt.decode.link)
         except NoWorker as error:
             drop_decode(request)
-            request.queue_place.leave(served=False)
+            request.queue_wait.leave(served=False)
             return queue_for_worker(request, error)
     attempt.load.count_prefill(attempt.prefill_link or attempt.decode.link, request.record.decision.prefill_s)
     if attempt.prefill_link is None:
@@ -80,16 +80,16 @@ def queue_for_prefill(request: RequestContext, event: Occurrence[pb.Refused]) ->
         return None
     router.forget_refusals()
     if refused.reason in AWAITS_ADAPTER:
-        request.queue_place.join_for_worker(request.queues.prefill_start)
+        request.queue_wait.join_for_worker(request.queues.prefill_start)
     else:
-        request.queue_place.join(request.queues.prefill)
+        request.queue_wait.join(request.queues.prefill)
     return None
 
 
 def fetch(request: RequestContext, event: Occurrence[pb.Accepted]) -> None:
     """Have the decode worker pull the KV while the prefill worker reads the prompt."""
     request.leave_queue()
-    request.queue_place.note_running()
+    request.queue_wait.note_running()
     attempt = request.attempt
     request.router.note_fetch_started(attempt.kv_source, attempt.decode.link, attempt.chosen_at)
     attempt.fetch(event.payload)

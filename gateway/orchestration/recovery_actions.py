@@ -23,7 +23,7 @@ def try_again(request: RequestContext, event: Occurrence[Any]) -> RequestState:
     request.failures.judge(event, attempt)
     if is_draining(event.payload) and attempt.is_decoding and len(choices) == 1:
         request.router.note_holder(attempt.decode.worker_id, len(choices[0].token_ids))
-    request.queue_place.leave(served=False)
+    request.queue_wait.leave(served=False)
     attempt.close()
     request.begin_attempt()
     return ask_for_credit(request, event)
@@ -99,7 +99,7 @@ def start_over(request: RequestContext, event: Occurrence[Any]) -> RequestState:
     request.attempt.spec = None
     if request.queues.credit.is_open_to(request.record.tenant):
         return ask_for_credit(request, event)
-    request.queue_place.join(request.queues.credit)
+    request.queue_wait.join(request.queues.credit)
     return RequestState.AWAITING_CREDIT
 
 

@@ -14,7 +14,7 @@ from gateway.link.mailbox import Lost, Mailbox
 from gateway.orchestration.failures import RequestFailures
 from gateway.orchestration.states import Occurrence, RequestEvent
 from gateway.prefix.prefix_matches import Matches
-from gateway.queue.queue_place import QueuePlace
+from gateway.queue.queue_wait import QueueWait
 from gateway.queue.waiting_queue import WaitingQueues
 from gateway.request.request_record import RequestRecord
 from gateway.request.request_spec import SpecBuilder
@@ -34,7 +34,7 @@ class PreparedRequest(NamedTuple):
 
 class RequestContext:
     """The parts of one request: `router` finds workers, `attempt` has the legs on them, `reattach` looks for a lost
-    sequence, `failures` decides on retries within `limits`, `queue_place` waits in a queue, and `answer` goes to the
+    sequence, `failures` decides on retries within `limits`, `queue_wait` waits in a queue, and `answer` goes to the
     client.
 
     The state of the request is kept by RequestMachine."""
@@ -46,7 +46,7 @@ class RequestContext:
         "deadline",
         "is_resumed",
         "mailbox",
-        "queue_place",
+        "queue_wait",
         "router",
         "limits",
         "failures",
@@ -70,7 +70,7 @@ class RequestContext:
         self.queues, self.answer, self.record = queues, answer, record
         self.deadline, self.is_resumed = prepared.deadline, prepared.is_resumed
         self.mailbox = Mailbox()
-        self.queue_place = QueuePlace(record.queued, self.post_capacity, max_queue_wait_s)
+        self.queue_wait = QueueWait(record.queued, self.post_capacity, max_queue_wait_s)
         self.router = RequestRouter(router, prepared.matches, record, answer)
         self.limits = FailureLimits(throttle, prepared.prompt_digest)
         self.failures = RequestFailures(self.limits, self.router, answer, record)
@@ -99,7 +99,7 @@ class RequestContext:
 
     def leave_queue(self) -> None:
         """Leave the queue in which the request waits, if any, since a worker takes the request."""
-        self.queue_place.leave(served=True)
+        self.queue_wait.leave(served=True)
 
     def post_capacity(self) -> None:
         """Post CAPACITY to the mailbox, unless it is there already."""
@@ -118,7 +118,7 @@ class RequestContext:
 
     def release(self) -> None:
         """Leave the queue and close all legs. Idempotent."""
-        self.queue_place.leave(served=False)
+        self.queue_wait.leave(served=False)
         self.attempt.close()
         if self.reattach is not None:
             self.reattach.close()
@@ -126,7 +126,7 @@ class RequestContext:
     def close(self) -> None:
         """Release everything; no event can reach the request afterwards. Idempotent."""
         self.release()
-        self.queue_place.close()
+        self.queue_wait.close()
         self.mailbox.close()
         self.reattach = None
 

@@ -30,7 +30,7 @@ class Timeout(NamedTuple):
 
 def next_queue_look(request: RequestContext, since: float) -> float:
     """Return when the request looks for a worker again without being called."""
-    return request.queue_place.wake_at
+    return request.queue_wait.wake_at
 
 
 def answer_due(request: RequestContext, since: float) -> float:
@@ -63,7 +63,7 @@ def report_due(request: RequestContext, since: float) -> float:
 
 def look_again(request: RequestContext, late_s: float) -> RequestEvent:
     """Return SILENCE if the request has waited for as long as it may, CAPACITY if it looks for a worker again."""
-    return RequestEvent.SILENCE if request.queue_place.is_over else RequestEvent.CAPACITY
+    return RequestEvent.SILENCE if request.queue_wait.is_over else RequestEvent.CAPACITY
 
 
 def leave_silent_decode_worker(request: RequestContext, late_s: float) -> RequestEvent | None:

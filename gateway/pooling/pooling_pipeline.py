@@ -127,5 +127,5 @@ def _note_waits(pooled: Sequence[PooledPrompt], record: RequestRecord, loop: Loo
     measured, link = record.measured, pooled[-1].link
     note_pooling_phases([each.stamps for each in pooled], record.stamps, measured)
     for bottleneck, waited_s in itertools.chain.from_iterable(each.waited_s.items() for each in pooled):
-        measured.in_line_s[bottleneck] = max(waited_s, measured.in_line_s.get(bottleneck, 0.0))
+        measured.queued_s[bottleneck] = max(waited_s, measured.queued_s.get(bottleneck, 0.0))
     measured.path, measured.prefill_core_wait = path_to(link, loop), link.load.core_wait

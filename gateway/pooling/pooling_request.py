@@ -19,7 +19,7 @@ from gateway.fleet.router import Router
 from gateway.link.mailbox import Lost, Mailbox, Stalled
 from gateway.link.worker_leg import WorkerLeg
 from gateway.link.worker_link import WorkerLink
-from gateway.queue.queue_place import QueuePlace
+from gateway.queue.queue_wait import QueueWait
 from gateway.queue.waiting_queue import QueuedRequest, WaitingQueues
 from gateway.request.request_record import RequestRecord
 from gateway.request.request_state import RequestState
@@ -60,7 +60,7 @@ class PoolingRequest:
         is quarantined already."""
         self._parts, self._spec, self._routing = parts, spec, routing
         self._mailbox, self._has_capacity = Mailbox(), asyncio.Event()
-        self._queue_place = QueuePlace(queued, self._has_capacity.set, queued.max_wait_s)
+        self._queue_wait = QueueWait(queued, self._has_capacity.set, queued.max_wait_s)
         self._tried, self._limits = TriedWorkers(), FailureLimits(parts.throttle, digest)
         self._awaits_adapter = False  # whether the last refusal was for an adapter that is not loaded yet
         self.num_prefilled_tokens = 0  # the prompt's tokens, once a worker has read it
@@ -88,11 +88,11 @@ class PoolingRequest:
                     sent = now()
                     if (done := await self._ask(leg)) is not None:
                         stamps = PoolingStamps.ended(begun, sent, now(), done)
-                        return PooledPrompt(done.pooled, link, stamps, dict(self._queue_place.waited_s))
+                        return PooledPrompt(done.pooled, link, stamps, dict(self._queue_wait.waited_s))
                 finally:
                     leg.close()
         finally:
-            self._queue_place.close()
+            self._queue_wait.close()
             self._mailbox.close()
 
     async def _ask(self, leg: WorkerLeg) -> pb.Done | None:
@@ -119,11 +119,11 @@ class PoolingRequest:
                 continue  # an event of a worker that was asked before
             if isinstance(message, pb.Granted):
                 until = self._parts.deadline
-                self._queue_place.leave(served=True)
-                self._queue_place.note_running()
+                self._queue_wait.leave(served=True)
+                self._queue_wait.note_running()
                 leg.link.recent_load.add(self._parts.router.prefill_s(self._routing.num_tokens), now())
             if isinstance(message, pb.Done) and self._is_whole(message):
-                self._queue_place.leave(served=True)  # older workers send no Granted
+                self._queue_wait.leave(served=True)  # older workers send no Granted
                 leg.note_success()
                 self.num_prefilled_tokens = self._routing.num_tokens
                 return message
@@ -156,7 +156,7 @@ class PoolingRequest:
     def _note_refusal(self, leg: WorkerLeg, refused: pb.Refused) -> None:
         self._tried.note_refusal(leg.worker_id, refused)
         self._awaits_adapter = refused.reason in AWAITS_ADAPTER
-        self._queue_place.note_refusal(refused)
+        self._queue_wait.note_refusal(refused)
         self._parts.queues.prefill.refused_for = refused.reason
         self._parts.record.phase = RequestState.AWAITING_PREFILL
         self._parts.record.note_retry(leg.link.name, refused.reason)
@@ -185,8 +185,8 @@ class PoolingRequest:
         router = self._parts.router
         if not router.may_come("prefill", self._routing):
             raise error
-        self._queue_place.wait_longer(router.max_start_wait_s)
-        self._queue_place.join_for_worker(self._parts.queues.prefill_start)
+        self._queue_wait.wait_longer(router.max_start_wait_s)
+        self._queue_wait.join_for_worker(self._parts.queues.prefill_start)
         if not await self._wait():
             raise error
 
@@ -194,24 +194,24 @@ class PoolingRequest:
         """Wait in a queue until a worker may have room, or none serves any more. Raises Overloaded and
         DeadlineExceeded."""
         if self._awaits_adapter:
-            self._queue_place.join_for_worker(self._parts.queues.prefill_start)
+            self._queue_wait.join_for_worker(self._parts.queues.prefill_start)
         else:
-            self._queue_place.join(self._parts.queues.prefill)
+            self._queue_wait.join(self._parts.queues.prefill)
         if not await self._wait() and self._parts.router.has_worker("prefill", self._routing):
-            self._queue_place.time_out()
+            self._queue_wait.time_out()
 
     async def _wait(self) -> bool:
         """Wait until it is time to look for a worker again; return whether the request may wait longer afterwards.
         Raises DeadlineExceeded."""
         self._parts.record.phase = RequestState.AWAITING_PREFILL
         self._has_capacity.clear()
-        until = min(self._parts.deadline, self._queue_place.wake_at)
+        until = min(self._parts.deadline, self._queue_wait.wake_at)
         try:
             async with asyncio.timeout(max(0.0, until - now())):
                 await self._has_capacity.wait()
         except TimeoutError:
             self._check_deadline(RequestState.AWAITING_PREFILL)
-            return not self._queue_place.is_over
+            return not self._queue_wait.is_over
         return True
 
     def _check_deadline(self, phase: RequestState) -> None:

@@ -45,12 +45,12 @@ class _Attribution(defaultdict[str, float]):
 def seconds_by_bottleneck(stamps: Stamps, measured: Measured) -> dict[str, float]:
     """Return seconds by bottleneck; their sum is that of the phases of `breakdown`."""
     found, waits = _Attribution(breakdown(stamps, measured)), measured.decode.waits
-    for bottleneck, waited_s in measured.in_line_s.items():
+    for bottleneck, waited_s in measured.queued_s.items():
         found.move(bottleneck, _QUEUED[bottleneck], waited_s)
     _attribute_delivery(found, measured)
     found.move("kv pool", ("prefill_queue",), measured.prefill_block_s)
     if not measured.is_disaggregated:
-        found.move("decode queue", ("prefill_queue",), measured.prefill_place_s)
+        found.move("decode queue", ("prefill_queue",), measured.prefill_slot_s)
     found.move("kv pool", ("decode_queue", "decode"), waits.block_s)
     found.move("decode queue", ("decode_queue", "decode"), waits.place_s)
     found.move("prefill queue", ("prefill_queue",))

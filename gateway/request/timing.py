@@ -51,8 +51,8 @@ class Measured:
     decode_core_wait: float = 0.0  # the same for the decode worker
     unread_s: float = 0.0  # messages waited for the client
     path: PathDelay = PathDelay()  # the delay of messages between this event loop and the workers
-    in_line_s: dict[str, float] = field(default_factory=dict)  # in this gateway's queues, by bottleneck
-    prefill_place_s: float = 0.0  # on the worker that prefilled, for a slot in its batch
+    queued_s: dict[str, float] = field(default_factory=dict)  # in this gateway's queues, by bottleneck
+    prefill_slot_s: float = 0.0  # on the worker that prefilled, for a slot in its batch
     prefill_block_s: float = 0.0  # likewise for blocks
     is_disaggregated: bool = False  # a prefill worker prefilled, not the decode worker
 

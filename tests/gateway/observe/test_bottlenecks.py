@@ -31,9 +31,7 @@ def drawn(rng: random.Random) -> Measured:
     report = worker_pb2.DecodeReport(kv_wait_s=few(2), decode_queue_s=few(2), first_step_s=few(1), decode_s=few(5))
     path = PathDelay(LoopDelay(few(1), few(1)), few(1))
     report.waits.place_s, report.waits.block_s = few(2), few(2)
-    in_line_s = {
-        bottleneck: few(2) for bottleneck in ("prefill queue", "decode queue", "kv pool") if rng.random() < 0.5
-    }
+    queued_s = {bottleneck: few(2) for bottleneck in ("prefill queue", "decode queue", "kv pool") if rng.random() < 0.5}
     return Measured(
         few(2),
         few(3),
@@ -44,7 +42,7 @@ def drawn(rng: random.Random) -> Measured:
         rng.random(),
         few(4),
         path,
-        in_line_s,
+        queued_s,
         few(2),
         few(2),
         rng.random() < 0.5,
@@ -71,12 +69,12 @@ def test_they_add_up_to_the_phases():
         ("cores", (0, 0, 0, 0, 9, 0, 1), Measured(prefill_s=9, prefill_core_wait=0.6)),
         ("prefill compute", (0, 0, 0, 0, 9, 0, 1), Measured(prefill_s=9, prefill_core_wait=0.4)),
         ("prefill queue", (0, 0, 0, 9, 1, 0, 1), Measured(prefill_s=1)),
-        ("prefill queue", (0, 0, 0, 0, 9, 0, 1), Measured(queue_s=8, prefill_place_s=7, is_disaggregated=True)),
-        ("decode queue", (0, 0, 0, 0, 9, 0, 1), Measured(queue_s=8, prefill_place_s=7)),
+        ("prefill queue", (0, 0, 0, 0, 9, 0, 1), Measured(queue_s=8, prefill_slot_s=7, is_disaggregated=True)),
+        ("decode queue", (0, 0, 0, 0, 9, 0, 1), Measured(queue_s=8, prefill_slot_s=7)),
         ("kv pool", (0, 0, 0, 0, 9, 0, 1), Measured(queue_s=8, prefill_block_s=7)),
-        ("kv pool", (0, 4, 4, 0, 1, 0, 1), Measured(in_line_s={"kv pool": 8})),
-        ("decode queue", (0, 4, 4, 0, 1, 0, 1), Measured(in_line_s={"decode queue": 8})),
-        ("prefill queue", (0, 0, 0, 9, 1, 0, 1), Measured(in_line_s={"prefill queue": 8})),
+        ("kv pool", (0, 4, 4, 0, 1, 0, 1), Measured(queued_s={"kv pool": 8})),
+        ("decode queue", (0, 4, 4, 0, 1, 0, 1), Measured(queued_s={"decode queue": 8})),
+        ("prefill queue", (0, 0, 0, 9, 1, 0, 1), Measured(queued_s={"prefill queue": 8})),
         ("gateway", (0, 4, 4, 0, 1, 0, 1), Measured(path=BUSY)),
         ("decode queue", (0, 0, 0, 0, 0, 0, 9), Measured(decode=worker_pb2.DecodeReport(decode_s=9, waits=FOR_A_PLACE))),
         ("kv pool", (0, 0, 0, 0, 0, 0, 9), Measured(decode=worker_pb2.DecodeReport(decode_s=9, waits=FOR_BLOCKS))),

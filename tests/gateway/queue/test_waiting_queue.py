@@ -4,13 +4,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import gateway.queue.queue_place
+import gateway.queue.queue_wait
 import gateway.queue.waiting_queue
 from baton.protocol import KV_FULL
 from baton.service.errors import Overloaded
 from baton.service.slo import Slo
 from baton.v1 import worker_pb2 as pb
-from gateway.queue.queue_place import QueuePlace
+from gateway.queue.queue_wait import QueueWait
 from gateway.queue.waiting_queue import QueuedRequest, WaitingBounds, WaitingQueue, WaitingQueues, rank
 from gateway.routing.routing import Decision
 
@@ -74,29 +74,29 @@ def test_who_leaves_is_forgotten_though_one_before_it_waits():
 def test_a_change_of_line_keeps_the_time(monkeypatch):
     """Also where the other line is full; each second is counted in the line in which it was waited."""
     at, lines = [1000.0], WaitingQueues(2)
-    monkeypatch.setattr(gateway.queue.queue_place, "now", lambda: at[0])
-    place = QueuePlace(queued(), lambda: None, 10.0)
+    monkeypatch.setattr(gateway.queue.queue_wait, "now", lambda: at[0])
+    wait = QueueWait(queued(), lambda: None, 10.0)
     lines.credit.refused_for = KV_FULL
     lines.credit.join(queued(), lambda: None)
-    place.join_for_worker(lines.decode_start)
+    wait.join_for_worker(lines.decode_start)
     at[0] += 6.0
-    place.join(lines.credit)
+    wait.join(lines.credit)
     assert not lines.decode_start and len(lines.credit) == len(lines) == 2
     at[0] += 3.0
-    assert not place.is_over
+    assert not wait.is_over
     at[0] += 1.0
-    assert place.is_over
-    place.leave(served=True)
-    assert place.waited_s == {"decode queue": 6.0, "kv pool": 4.0} and len(lines.credit) == 1
+    assert wait.is_over
+    wait.leave(served=True)
+    assert wait.waited_s == {"decode queue": 6.0, "kv pool": 4.0} and len(lines.credit) == 1
 
 
 @pytest.mark.parametrize("hint_ms, waits_s", [(0, 0.02), (200, 0.2), (60_000, 0.5)])
 def test_a_worker_s_hint_is_kept_within_bounds(monkeypatch, hint_ms, waits_s):
-    monkeypatch.setattr(gateway.queue.queue_place, "now", lambda: 1000.0)
-    place = QueuePlace(queued(), lambda: None, 10.0)
-    place.note_refusal(pb.Refused(retry_after_ms=hint_ms))
-    place.join(line(3))
-    assert place.wake_at == pytest.approx(1000 + waits_s)
+    monkeypatch.setattr(gateway.queue.queue_wait, "now", lambda: 1000.0)
+    wait = QueueWait(queued(), lambda: None, 10.0)
+    wait.note_refusal(pb.Refused(retry_after_ms=hint_ms))
+    wait.join(line(3))
+    assert wait.wake_at == pytest.approx(1000 + waits_s)
 
 
 def test_all_lines_have_one_bound():
@@ -121,28 +121,28 @@ def test_all_lines_have_one_bound():
 def test_one_that_has_waited_or_run_is_not_refused_for_the_number_that_wait(before):
     """It has credit, say, and waits for the prompt to be read; or its worker was lost."""
     lines = WaitingQueues(1)
-    place = QueuePlace(queued(), lambda: None, 10.0)
+    wait = QueueWait(queued(), lambda: None, 10.0)
     if before == "waited":
-        place.join(lines.credit)
-        place.leave(served=True)
+        wait.join(lines.credit)
+        wait.leave(served=True)
     else:
-        place.note_running()
+        wait.note_running()
     lines.credit.join(queued(), lambda: None)
-    place.join(lines.prefill)
+    wait.join(lines.prefill)
     assert len(lines) == 2
     with pytest.raises(Overloaded):
-        QueuePlace(queued(), lambda: None, 10.0).join(lines.prefill)
+        QueueWait(queued(), lambda: None, 10.0).join(lines.prefill)
 
 
 def test_what_a_line_waits_for():
     lines = WaitingQueues(3)
-    place = QueuePlace(queued(), lambda: None, 10.0)
+    wait = QueueWait(queued(), lambda: None, 10.0)
     for line, reason in ((lines.credit, KV_FULL), (lines.prefill, "queue_full"), (lines.credit, "queue_full")):
         line.refused_for = reason
-        place.join(line)
-        place.join(line)  # refused again
-        place.leave(served=True)
-    assert [*place.waited_s] == ["kv pool", "prefill queue", "decode queue"] and min(place.waited_s.values()) > 0
+        wait.join(line)
+        wait.join(line)  # refused again
+        wait.leave(served=True)
+    assert [*wait.waited_s] == ["kv pool", "prefill queue", "decode queue"] and min(wait.waited_s.values()) > 0
 
 
 def test_a_line_is_bounded_in_tokens():

@@ -15,7 +15,7 @@ _WORKER_POLL_S = 0.05  # while no worker serves that could take over
 _OTHERS_POLL_S = 1.0  # of those behind the first, since a worker may suit them and not the first
 
 
-class QueuePlace:
+class QueueWait:
     """The wait of one request, in one queue at a time. `on_room()` is called when the request is first and there may be
     room."""
 
@@ -43,7 +43,7 @@ class QueuePlace:
         self.waited_s = defaultdict[str, float](float)  # in queues that it has left, by bottleneck
 
     @property
-    def is_in_line(self) -> bool:
+    def is_queued(self) -> bool:
         """Whether the request is in a queue."""
         return self._entry is not None
 
