@@ -1,4 +1,4 @@
-"""The capabilities of each transport, best first."""
+"""State what each transport can do. Plain Python: the gateway imports this too."""
 
 from dataclasses import dataclass
 
@@ -7,14 +7,16 @@ HOST, DEVICE = "host", "device"  # the memory of a pool
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
+    """What one transport needs of both workers, and how it moves bytes."""
+
     name: str
     same_host: bool
     same_process: bool
-    source_sends: bool  # bytes follow the Ready frame; else the taker reads the source's memory
-    num_copies: int  # of every byte, kernel included
-    memory: tuple[str, ...] = (HOST,)  # pools that it moves between
-    reads_runs: bool = False  # the taker's engine moves runs of bytes: between blocks of one size and form only
-    passes_proxies: bool = False  # HTTP/2 from end to end
+    source_sends: bool  # bytes follow the Ready frame; otherwise the taker reads the source's memory
+    num_copies: int  # how often each byte is copied, by the kernel too
+    memory: tuple[str, ...] = (HOST,)  # where a pool may be that it moves from or to
+    reads_runs: bool = False  # the taker copies runs of bytes, so both pools need one block size and form, and no state
+    passes_proxies: bool = False  # it is HTTP/2 from end to end
 
 
 # Best first.

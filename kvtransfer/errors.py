@@ -1,20 +1,20 @@
-"""Everything that may go wrong with KV on its way, one class per cause; `status` is what an End frame carries."""
+"""Errors of KV transfers, one class per cause; an End frame carries `status`."""
 
 
 class KVError(Exception):
-    """Base. Nothing of the failed range has been verified, so nothing of it may be attended to."""
+    """Base of all errors of a transfer. Nothing of the failed range is verified, so none of it may be attended to."""
 
     status = "internal"
 
 
 class LayoutMismatch(KVError):
-    """The two sides keep KV in different shapes or of different numerics; the message prints both."""
+    """The two sides keep KV in different shapes or numerics classes; the message prints both."""
 
     status = "layout_mismatch"
 
 
 class TicketRefused(KVError):
-    """The ticket is forged, damaged, or another taker's."""
+    """The ticket is forged, damaged, withdrawn, or was minted for another taker."""
 
     status = "ticket_refused"
 
@@ -26,7 +26,7 @@ class LeaseExpired(KVError):
 
 
 class TransferCancelled(KVError):
-    """The other side gave the transfer up on purpose."""
+    """The other side cancelled the transfer."""
 
     status = "cancelled"
 
@@ -38,31 +38,31 @@ class DigestMismatch(KVError):
 
 
 class StaleBlocks(KVError):
-    """Blocks were reused, or their process restarted, while they were read or written."""
+    """Blocks were reused, or the process that holds them restarted, during the transfer."""
 
     status = "stale_blocks"
 
 
 class ProtocolError(KVError):
-    """A frame that is malformed, out of turn, or speaks of tokens, layers or blocks that are not there."""
+    """A frame is malformed, out of turn, or names tokens, layers or blocks that do not exist."""
 
     status = "protocol_error"
 
 
 class TransferFailed(KVError):
-    """The transfer cannot continue, for a reason that is neither side's bytes."""
+    """The transfer cannot continue, though the bytes of both sides are right."""
 
     status = "internal"
 
 
 class PeerLost(TransferFailed):
-    """The line broke, or nothing was heard on it for too long. The same ticket may be used to continue."""
+    """The connection broke, or the other side was silent for too long. The same ticket may be used to continue."""
 
     status = "peer_lost"
 
 
 class TransportBroken(PeerLost):
-    """`transport` does not work between these two, although both offer it; another one may."""
+    """`transport` does not work between these two workers, although both offer it; another transport may."""
 
     def __init__(self, transport: str, message: str):
         super().__init__(message)
@@ -70,8 +70,8 @@ class TransportBroken(PeerLost):
 
 
 class DeviceHangs(TransferFailed):
-    """A copy that was begun may still be writing, and nothing can stop it: its blocks must not be used again by this
-    process, which therefore has to end."""
+    """A copy may still be writing and cannot be stopped. This process must not use its blocks again, so it has to
+    end."""
 
 
 class TransferTimedOut(TransferFailed):

@@ -1,12 +1,12 @@
-"""The layout of KV in a worker's pool, and when two workers' KV may feed each other. Plain Python, no protobuf.
+"""Describe the layout of KV in a worker's pool, and what one worker tells another about it. Plain Python, no protobuf.
 
-Pool memory is `[block][layer][k|v][kv_head][token][head_dim]`, one group after the other within a block, scales of a
-quantized form at the end of the same block. A latent group has one row in place of K and V, of which both are made.
+Pool memory is `[block][layer][k|v][kv_head][token][head_dim]`, one group after the other within a block; the scales of
+a quantized form stand at the end of the same block. A latent group has one row in place of K and V, which are both
+computed from it.
 
-A state group is not in these blocks: what its layers keep of a sequence has one size however long that is. Its blocks,
-[layer][elements] in fp32, stand at the end of the same memory, the first one last: whoever knows the memory's size
-finds them.
-"""
+A state group is not part of these blocks: its layers keep a state per sequence, whose size does not grow with the
+sequence. Blocks of states, [layer][elements] in fp32, stand at the end of the same memory, the first one last, so that
+the size of the memory tells where they are."""
 
 import hashlib
 from collections.abc import Sequence
@@ -16,21 +16,21 @@ from typing import NamedTuple
 from kvtransfer.naming import SPAN_TOKENS
 
 LAYOUT_VERSION = 1
-STATE = "state"  # the kind of a group with a block for a sequence
+STATE = "state"  # kind of a group that has one block per sequence
 _ALIGNMENT = 64  # bytes, of the first state block
 
 
 class KVForm(NamedTuple):
-    """Describe how a row of KV, one token of one head, is stored (baton/engine/kv/stored_forms.py encodes and decodes
-    it)."""
+    """Describe how a row of KV (one token of one head) is stored; baton/engine/kv/stored_forms.py encodes and decodes
+    it."""
 
-    element: str  # torch's name of what the elements are stored in
-    bits: int  # of an element
-    lossiness: int  # a copy feeds the same form or one with more of it
-    scale_bytes: int = 0  # of a row: an fp16 scale, and for int4 an fp16 zero point
+    element: str  # torch's name of the dtype that elements are stored in
+    bits: int  # per element
+    lossiness: int  # KV may be converted to a form of higher lossiness only
+    scale_bytes: int = 0  # per row: an fp16 scale, and for int4 an fp16 zero point
 
 
-# The one place where a form is declared. Kernels know it by its place here, as native/kv.h numbers them.
+# All forms are declared here. Kernels know a form by its position in this table, as native/kv.h numbers them.
 KV_FORMS = {
     "fp32": KVForm("float32", 32, 0),
     "bf16": KVForm("bfloat16", 16, 1),
@@ -43,7 +43,8 @@ KV_FORMS = {
 
 
 class BlockRef(NamedTuple):
-    """A block of a pool as it was when it was handed out: reuse bumps the generation."""
+    """Name a block of a pool, and its generation when it was handed out. Reuse of the block increments the
+    generation."""
 
     block_id: int
     generation: int
@@ -51,6 +52,8 @@ class BlockRef(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class KVGroup:
+    """Describe the layers of a model that keep KV of one shape and form."""
+
     kind: str  # paged | latent | state
     num_layers: int
     num_kv_heads: int
@@ -66,22 +69,22 @@ class KVGroup:
 
     @property
     def num_kinds(self) -> int:
-        """Return the rows of a token and head: K and V, or one of which both are made. A state is one row."""
+        """Return the number of rows per token and head: 2 for K and V, 1 for a latent or a state."""
         return 1 if self.kind in ("latent", STATE) else 2
 
     @property
     def row_bytes(self) -> int:
-        """Return the bytes of one token of one head of K or of V, without its scale."""
+        """Return the bytes of one row, without its scale."""
         return self.head_dim * KV_FORMS[self.form].bits // 8
 
     @property
     def row_scale_bytes(self) -> int:
-        """Return the bytes of the scale of one row; 0: the form has none."""
+        """Return the bytes of the scale of one row, 0 for a form without scales."""
         return KV_FORMS[self.form].scale_bytes
 
     @property
     def cell_bytes(self) -> int:
-        """Return the bytes of one (layer, k|v, kv head) of one block, without scales: block_size rows, contiguous."""
+        """Return the bytes of one (layer, k|v, kv head) of one block: block_size contiguous rows, without scales."""
         return self.block_size * self.row_bytes
 
     @property
@@ -90,7 +93,8 @@ class KVGroup:
 
     @property
     def scale_bytes(self) -> int:
-        """Return the bytes of all scales of one block, after its rows, in the order [layer][k|v][kv_head][token]."""
+        """Return the bytes of all scales of one block. They follow its rows, in the order
+        [layer][k|v][kv_head][token]."""
         return self.num_layers * self.num_kinds * self.num_kv_heads * self.block_size * self.row_scale_bytes
 
     @property
@@ -99,8 +103,8 @@ class KVGroup:
 
 
 class Box(NamedTuple):
-    """Layers and kv heads of a group, counted as in the whole model. What one rank holds of each group is its shard:
-    a tuple of boxes in the order of the groups."""
+    """Name layers and kv heads of a group, numbered as in the whole model. A tuple of boxes, in the order of the
+    groups, is the shard that one rank holds."""
 
     group: int
     layers: range
@@ -120,16 +124,16 @@ class KVLayout:
 
     @property
     def state(self) -> KVGroup | None:
-        """Return the group of layers that keep a state; a layout has one at most, behind the others."""
+        """Return the state group, which is the last group of a layout, or None."""
         return self.groups[-1] if self.groups[-1].kind == STATE else None
 
     @property
     def state_bytes(self) -> int:
-        """Return the bytes of one block of states: all layers of one sequence."""
+        """Return the bytes of one block of states (all layers of one sequence)."""
         return 0 if self.state is None else self.state.block_bytes
 
     def pool_bytes(self, num_blocks: int, num_states: int = 0) -> int:
-        """Return the bytes of a pool with so many blocks of tokens and of states."""
+        """Return the bytes of a pool of `num_blocks` blocks of tokens and `num_states` blocks of states."""
         num_bytes = num_blocks * self.block_bytes
         if num_states:
             num_bytes += -num_bytes % _ALIGNMENT
@@ -141,21 +145,20 @@ class KVLayout:
 
     @property
     def num_layers(self) -> int:
-        """Over all groups."""
         return sum(group.num_layers for group in self.groups)
 
     def first_layer(self, group: int) -> int:
-        """Return the number of a group's first layer, counted over all groups."""
+        """Return the number of the group's first layer, counted over all groups."""
         return sum(each.num_layers for each in self.groups[:group])
 
     @property
     def whole(self) -> tuple[Box, ...]:
-        """Return the shard of a rank that is alone."""
+        """Return the shard that is the whole model."""
         return tuple(Box(i, range(g.num_layers), range(g.num_kv_heads)) for i, g in enumerate(self.groups))
 
     def cut(self, shard: Sequence[Box]) -> "KVLayout":
-        """Return the layout of the pool that holds `shard` of this model. Raises ValueError for boxes that are not in
-        it."""
+        """Return the layout of the pool that holds `shard` of this model. Raises ValueError for a box that is not in
+        the model."""
         groups: list[KVGroup] = []
         for box in shard:
             group = self.groups[box.group] if box.group < len(self.groups) else None
@@ -178,6 +181,8 @@ class KVLayout:
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
+    """Say where a source listens by one transport; `host_id` tells whether two processes share a host."""
+
     transport: str
     address: str
     host_id: str
@@ -185,7 +190,7 @@ class Endpoint:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Describe what one rank of a source holds: the layers and heads of a group, and its address."""
+    """Describe the layers and heads of a group that one rank of a source holds, and where that rank listens."""
 
     group: int
     layers: range
@@ -199,7 +204,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class KVHandle:
-    """The baton: everything a taker needs to pull one prompt's KV. Opaque bytes to the gateway."""
+    """Carry everything a taker needs to pull one prompt's KV (the baton). The gateway passes it on as opaque bytes."""
 
     source_instance: bytes
     source_epoch: int
@@ -212,12 +217,12 @@ class KVHandle:
     span_hashes: tuple[bytes, ...]
     chain_parent: bytes
     blocks: tuple[BlockRef, ...]
-    states: tuple[BlockRef, ...] = ()  # of a layout with a state: as it stands behind the last token
+    states: tuple[BlockRef, ...] = ()  # one for a layout with a state: the state after the last token
 
 
 @dataclass(frozen=True, slots=True)
 class NumericsClass:
-    """KV of two workers is interchangeable bit for bit exactly when these are equal."""
+    """Name how KV is computed: two workers' KV is interchangeable bit for bit exactly when their classes are equal."""
 
     identity: str  # ModelIdentity, hex
     weights: str  # weight form
@@ -234,5 +239,6 @@ class NumericsClass:
 
     @classmethod
     def parse(cls, text: str) -> "NumericsClass":
+        """Return the class that `text`, made by `str`, names. Raises ValueError for any other text."""
         identity, weights, compute, kv_form, tp, mode, *extra = text.split("/")
         return cls(identity, weights, compute, kv_form, int(tp.removeprefix("tp")), mode == "exact", tuple(extra))

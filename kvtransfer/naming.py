@@ -1,9 +1,7 @@
-"""Names of KV spans: a chain of SHA-256 over 64-token spans, whatever a worker's block size. And of the transports that
-do not cross every border.
+"""Name KV spans: a chain of SHA-256 over spans of 64 tokens, whatever a worker's block size.
 
 Two prompts share a span hash exactly when they share the model, the adapter, the tenant's salt and every token up to
-the end of the span. Plain Python: the gateway imports this without torch.
-"""
+the end of the span. Plain Python: the gateway imports this without torch."""
 
 import hashlib
 import hmac
@@ -22,8 +20,7 @@ RUNS_TRANSPORTS = frozenset(("cuda_ipc", "nixl"))  # for blocks of one size and 
 
 
 def model_identity(config: bytes, weight_manifest: bytes, tokenizer: bytes) -> ModelIdentity:
-    """Return the digest (32 bytes) of config, weights and tokenizer: KV is interchangeable between workers that agree
-    in it."""
+    """Return the digest (32 bytes) of config, weights and tokenizer; workers with the same digest can exchange KV."""
     digest = hashlib.sha256()
     for part in (config, weight_manifest, tokenizer):
         digest.update(hashlib.sha256(part).digest())
@@ -41,7 +38,7 @@ def tenant_salt(cluster_secret: bytes, tenant: str) -> bytes:
 
 
 def salted(parent: SpanHash, salt: bytes) -> SpanHash:
-    """Return the parent of the first private span: from here on two tenants never share a name."""
+    """Return the parent of the first private span: spans after it have names that no other tenant shares."""
     return SpanHash(hashlib.sha256(parent + salt).digest())
 
 
@@ -53,7 +50,8 @@ def span_hash(parent: SpanHash, token_ids: Sequence[int]) -> SpanHash:
 
 
 def chain_hashes(parent: SpanHash, token_ids: Sequence[int]) -> list[SpanHash]:
-    """Return the hashes of the full spans of `token_ids`, each the parent of the next; the tail has none."""
+    """Return the hashes of the full spans of `token_ids`, each the parent of the next; tokens after the last full span
+    have none."""
     hashes: list[SpanHash] = []
     for begin in range(0, len(token_ids) - SPAN_TOKENS + 1, SPAN_TOKENS):
         parent = span_hash(parent, token_ids[begin : begin + SPAN_TOKENS])
@@ -62,7 +60,7 @@ def chain_hashes(parent: SpanHash, token_ids: Sequence[int]) -> list[SpanHash]:
 
 
 def num_matched_spans(hashes: Iterable[SpanHash], known: Container[SpanHash]) -> int:
-    """Return the length of the longest run of leading `hashes` that `known` contains."""
+    """Return how many leading `hashes` are in `known`, up to the first that is not."""
     count = 0
     for value in hashes:
         if value not in known:

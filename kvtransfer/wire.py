@@ -1,7 +1,6 @@
-"""Between plain values and bytes: handles, takers and frames. Input is untrusted: any fault in it is a KVError.
+"""Convert handles, takers and frames to bytes and back. Input is untrusted: any fault in it raises a KVError.
 
-A frame is an 8-byte header (magic, version, reserved, length) and a KVFrame; raw KV bytes may follow a Ready.
-"""
+A frame is an 8-byte header (magic, version, reserved, length) and a KVFrame; raw KV bytes may follow a Ready frame."""
 
 import struct
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ _MAGIC = b"KV"
 _VERSION = 1
 HEADER_BYTES = _HEADER.size
 MAX_FRAME_BYTES = 1 << 20
-MAX_TAKER_FRAME_BYTES = 16 << 10  # nothing that a taker says is longer, and strangers are read too
+MAX_TAKER_FRAME_BYTES = 16 << 10  # no frame of a taker is longer; a source reads frames of unauthenticated takers too
 MAX_TOKENS = 1 << 24
 _MAX_DIMENSION = 1 << 16
 _MAX_BLOCK_BYTES = 1 << 32
@@ -28,7 +27,7 @@ ID_BYTES = 16
 
 
 class Range(NamedTuple):
-    """Whole tokens times whole layers."""
+    """Name whole tokens of whole layers."""
 
     token_begin: int
     token_end: int
@@ -42,7 +41,7 @@ class Range(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Taker:
-    """Describe a taker to a source that makes it an offer."""
+    """Describe a taker to the source that makes it an offer."""
 
     instance: bytes
     epoch: int
@@ -62,8 +61,8 @@ def layout_to_proto(layout: KVLayout) -> kv_pb2.KVLayout:
 
 
 def layout_from_proto(proto: kv_pb2.KVLayout) -> KVLayout:
-    """Return the layout. Raises LayoutMismatch for a version or a form that this build does not know, ProtocolError for
-    nonsense."""
+    """Return the layout. Raises LayoutMismatch for a version or form that this build does not know, ProtocolError for
+    impossible sizes."""
     if proto.version != LAYOUT_VERSION:
         raise LayoutMismatch(f"layout version {proto.version}, this build speaks {LAYOUT_VERSION}")
     if not 1 <= len(proto.groups) <= _MAX_GROUPS:
@@ -76,7 +75,7 @@ def layout_from_proto(proto: kv_pb2.KVLayout) -> KVLayout:
 
 def _group_from_proto(proto: kv_pb2.KVGroup) -> KVGroup:
     sizes = (proto.num_layers, proto.num_kv_heads, proto.head_dim, proto.block_size)
-    # A model without attention has a group of no layers, whose blocks are names.
+    # A model without attention has a group without layers: its blocks have ids and no bytes.
     if not all(1 <= size <= _MAX_DIMENSION for size in sizes[1:]) or proto.num_layers > _MAX_DIMENSION:
         raise ProtocolError(f"a KV group of {sizes} layers, heads, head_dim, block_size: each 1 to {_MAX_DIMENSION}")
     try:
@@ -121,8 +120,8 @@ def encode_handle(handle: KVHandle) -> bytes:
 
 
 def decode_handle(data: bytes) -> KVHandle:
-    """Return the handle. Raises ProtocolError for bytes that are none or contradict themselves, LayoutMismatch for a
-    form unknown."""
+    """Return the handle. Raises ProtocolError for bytes that are no handle or contradict themselves, LayoutMismatch for
+    an unknown form."""
     try:
         proto = kv_pb2.KVHandle.FromString(data)
     except DecodeError as error:
@@ -176,7 +175,7 @@ def box_to_proto(box: Box) -> kv_pb2.KVPart:
 
 
 def box_from_proto(proto: kv_pb2.KVPart, layout: KVLayout) -> Box:
-    """Return the box. Raises ProtocolError for layers or heads that the layout has not."""
+    """Return the box. Raises ProtocolError for layers or heads that the layout does not have."""
     if proto.group >= len(layout.groups):
         raise ProtocolError(f"a part of group {proto.group}, the layout has {len(layout.groups)}")
     group = layout.groups[proto.group]
@@ -195,7 +194,7 @@ def range_from_proto(proto: kv_pb2.Range) -> Range:
 
 
 def encode_frame(frame: kv_pb2.KVFrame) -> bytes:
-    """Return the frame with its header. Raises ProtocolError for one beyond MAX_FRAME_BYTES."""
+    """Return the frame with its header. Raises ProtocolError for a frame longer than MAX_FRAME_BYTES."""
     body = frame.SerializeToString()
     if len(body) > MAX_FRAME_BYTES:
         raise ProtocolError(f"a frame of {len(body)} bytes: at most {MAX_FRAME_BYTES}")
@@ -203,7 +202,7 @@ def encode_frame(frame: kv_pb2.KVFrame) -> bytes:
 
 
 def frame_length(header: bytes, max_bytes: int = MAX_FRAME_BYTES) -> int:
-    """Return the bytes of the frame behind this header. Raises ProtocolError."""
+    """Return the length of the frame that follows this header. Raises ProtocolError."""
     if len(header) != HEADER_BYTES:
         raise ProtocolError(f"a frame header of {len(header)} bytes: {HEADER_BYTES}")
     magic, version, _, length = _HEADER.unpack(header)
@@ -217,7 +216,7 @@ def frame_length(header: bytes, max_bytes: int = MAX_FRAME_BYTES) -> int:
 
 
 def decode_frame(body: bytes) -> kv_pb2.KVFrame:
-    """Return the frame. Raises ProtocolError for bytes that are none or an empty one."""
+    """Return the frame. Raises ProtocolError for bytes that are no frame, and for a frame without a known kind."""
     try:
         frame = kv_pb2.KVFrame.FromString(body)
     except DecodeError as error:

@@ -1,1 +1,1 @@
-"""Pools as bytes: which of them a range has, and how they are copied, converted and digested."""
+"""View pools as bytes: find the bytes of a range, copy, convert and digest them."""

@@ -1,4 +1,4 @@
-"""A pool's bytes as numpy views: which of them belong to tokens times layers times heads, and how they are copied.
+"""View a pool's bytes with numpy: find and copy the bytes of given tokens, layers and heads.
 
 Cells    one box (layers, kv heads) of a pool: planes [block, layer x k|v, head, token, row], one of the rows and,
          for a quantized form, one of the scales
@@ -18,17 +18,18 @@ from kvtransfer.naming import SPAN_TOKENS
 from kvtransfer.wire import Range
 
 STAGING_BYTES = 256 << 10  # stays in the second-level cache
-# Rows that are staged go in parts of this size: they stay in the last-level cache (seen: 256 KiB 1.1 GB/s, of which
-# most is Python, 2 MiB 3.5 GB/s, as fast as memory).
+# Rows are staged in parts of this size, which stay in the last-level cache (measured: 1.1 GB/s with 256 KiB, mostly
+# Python's time, 3.5 GB/s with 2 MiB, as fast as memory).
 CHUNK_BYTES = 2 << 20
 _MAX_GROUP = 64  # buffers in one system call
-_RUN_BYTES = 32 << 10  # neighbours that average this much are copied run by run, others gathered
+_RUN_BYTES = 32 << 10  # neighbouring blocks are copied as runs if these average so much, else gathered
 
 Staged = list[np.ndarray]  # one array per plane
 
 
 class MemoryKernels(Protocol):
-    """Native kernels over pools in host memory: one call, without Python per block. All give what numpy gives."""
+    """Native kernels over pools in host memory. Each is one call without Python per block, and gives the same result as
+    numpy."""
 
     def copy_runs(self, target: np.ndarray, target_ids: np.ndarray, source: np.ndarray, source_ids: np.ndarray) -> None:
         """Copy blocks `source_ids` of one pool, uint8 [block, row, head, bytes], to `target_ids` of another."""
@@ -37,17 +38,17 @@ class MemoryKernels(Protocol):
         self, words: np.ndarray, ids: np.ndarray, table: np.ndarray, starts: np.ndarray, target: np.ndarray | None,
         target_ids: np.ndarray | None,
     ) -> np.ndarray:  # fmt: skip
-        """Sum words uint64 [block, row, head, unit, word] of blocks `ids`, each times its weight from
-        table[starts[block]] on: uint64 [len(ids), unit, row, head]. With a `target` of the same shape, copy the words
-        to its blocks `target_ids` on the way."""
+        """Sum words uint64 [block, row, head, unit, word] of blocks `ids`, each word times its weight, which are read
+        from table[starts[block]] on. Return uint64 [len(ids), unit, row, head]. With a `target` of the same shape, also
+        copy the words to its blocks `target_ids`."""
         ...
 
 
-MOVABLE = ("paged", "latent")  # kinds of groups beside that of states
+MOVABLE = ("paged", "latent")  # kinds of groups that can be moved, besides states
 
 
 class Piece(NamedTuple):
-    """Blocks by position in the handle, and the rows of each that belong to a range."""
+    """Name blocks by their position in the handle, and the rows of each that belong to a range."""
 
     block_begin: int
     block_end: int
@@ -68,12 +69,12 @@ def check_movable(layout: KVLayout) -> None:
 
 
 def blocks_of(moved: Range, block_size: int) -> slice:
-    """Return the blocks, by position in the handle, that hold a range."""
+    """Return the blocks of a range, by their position in the handle."""
     return slice(moved.token_begin // block_size, -(-moved.token_end // block_size))
 
 
 def pieces_of(moved: Range, block_size: int) -> list[Piece]:
-    """Split a range into at most three pieces: the rest of a block, whole blocks, the beginning of a block."""
+    """Split a range into at most three pieces: the end of a block, whole blocks, the beginning of a block."""
     pieces, token = [], moved.token_begin
     if token % block_size and token < moved.token_end:
         block = token // block_size
@@ -90,9 +91,9 @@ def pieces_of(moved: Range, block_size: int) -> list[Piece]:
 
 
 def selections(num_bytes: int, *ids: np.ndarray) -> Iterator[tuple[int, int, list]]:
-    """Cut blocks of `num_bytes` each, int64 ids [n] in each array of `ids`, into (begin, end, one selector per array):
-    slices where neighbours in every array make long runs (numpy copies them without Python per block), elsewhere index
-    arrays that fit a cache."""
+    """Cut int64 ids [n], one array per pool, of blocks of `num_bytes` into parts: (begin, end, one selector per array).
+    Selectors are slices where neighbours in all arrays make long runs (numpy copies these without Python per block),
+    elsewhere index arrays whose blocks fit in a cache."""
     count = len(ids[0])
     breaks = np.zeros(max(0, count - 1), bool)
     for array in ids:
@@ -108,19 +109,20 @@ def selections(num_bytes: int, *ids: np.ndarray) -> Iterator[tuple[int, int, lis
 
 
 class BlockMemory:
-    """A pool as numpy sees it: `layout` is that of the pool itself, one rank's shard. In host memory there is nothing
-    to refresh, flush or expose; pools.py has those of a pool on a GPU."""
+    """View a pool, or one rank's shard, as numpy arrays; `layout` is that of the pool. For host memory `refresh`,
+    `flush` and `expose` do nothing; pools.py overrides them for a pool on a GPU."""
 
-    waits = False  # for a GPU, so that what touches its bytes goes into a thread, however few they are
-    word_sums = None  # of its own, where words are summed elsewhere than on the host: as MemoryKernels.word_sums
+    waits = False  # whether touching its bytes waits for a GPU, and so must run in a thread, however few bytes they are
+    word_sums = None  # as MemoryKernels.word_sums, where words are not summed on the host
 
     def __init__(self, memory, layout: KVLayout, kernels: MemoryKernels | None = None):
-        """Without `kernels` numpy copies and sums. Raises LayoutMismatch for a layout that cannot be moved."""
+        """View `memory` in `layout`; without `kernels` numpy copies and sums. Raises LayoutMismatch for a layout that
+        cannot be moved."""
         check_movable(layout)
         self.kernels = kernels
         self.layout = layout
         flat = np.frombuffer(memory, np.uint8)
-        # Blocks of a model without attention have no bytes: names, as many as anyone likes.
+        # Blocks of a model without attention have ids and no bytes, so their number has no bound.
         self.num_blocks = len(flat) // layout.block_bytes if layout.block_bytes else np.iinfo(np.int64).max
         shape = (self.num_blocks if layout.block_bytes else 0, layout.block_bytes)
         self.blocks = flat[: shape[0] * shape[1]].reshape(shape)
@@ -129,28 +131,28 @@ class BlockMemory:
             self.states = flat[len(flat) % num_bytes :].reshape(-1, num_bytes)[::-1]
 
     def check_ids(self, block_ids: Sequence[int] | np.ndarray, are_states: bool = False) -> np.ndarray:
-        """Return the ids as int64 [n]. Raises ProtocolError for a block that is not in this pool."""
+        """Return the ids as int64 [n]. Raises ProtocolError for an id that is not in this pool."""
         array, count = np.asarray(block_ids, np.int64), len(self.states) if are_states else self.num_blocks
         if array.ndim != 1 or (array.size and (array.min() < 0 or array.max() >= count)):
             raise ProtocolError(f"block ids beyond a pool of {count} blocks")
         return array
 
     def refresh(self, view: np.ndarray, ids: np.ndarray) -> None:
-        """Prepare `view` [block, ...] for blocks `ids`, int64 [n], to be read, before they are sent or shared."""
+        """Make blocks `ids`, int64 [n], of `view` [block, ...] ready to be read, before they are sent or shared."""
 
     def flush(self, view: np.ndarray, ids: np.ndarray) -> None:
-        """Pass on blocks `ids`, int64 [n], of `view` [block, ...] after they were written and verified."""
+        """Pass on blocks `ids`, int64 [n], of `view` [block, ...], after they were written and verified."""
 
     def expose(self, view: np.ndarray, ids: np.ndarray) -> None:
         """Make the bytes of blocks `ids`, int64 [n], of `view` [block, ...] readable here, from any memory."""
 
 
 class Cells:
-    """A box of a pool. Block ids are int64 arrays, one per block position; ranges count the layers of the whole model,
-    and callers cut them so that every position is in the array."""
+    """View one box of a pool. Block ids are int64 arrays with one id per block position of the prompt. Ranges number
+    layers as in the whole model; every position of a range must be in the array."""
 
     def __init__(self, memory: BlockMemory, box: Box, first_layer: int):
-        """`box` in the numbers of the pool; `first_layer`: what the whole model calls its first layer."""
+        """View `box`, numbered as in the pool; `first_layer`: the number of its first layer in the whole model."""
         group = memory.layout.groups[box.group]
         self.memory = memory
         self.group = group
@@ -179,18 +181,18 @@ class Cells:
         return self._kinds * self.num_heads * sum(plane.shape[-1] for plane in self.planes)
 
     def num_bytes(self, moved: Range) -> int:
-        """Return the bytes of the valid rows of a range in this form."""
+        """Return the bytes of a range in this form."""
         return moved.num_tokens * (moved.layer_end - moved.layer_begin) * self.layer_bytes
 
     def each(self, ids: np.ndarray, moved: Range, do: Callable[[np.ndarray, np.ndarray], None]) -> None:
-        """Call `do(view [block, ...], ids of its blocks int64 [n])` over all bytes of the range, and no others; `ids`:
-        one per block position of the prompt."""
+        """Call `do(view [block, ...], ids of its blocks int64 [n])` for exactly the bytes of the range; `ids`: one per
+        block position."""
         for piece in pieces_of(moved, self.block_size):
             for view in self.views(piece, moved, self.is_whole):
                 do(view, ids[piece.block_begin : piece.block_end])
 
     def layers(self, moved: Range) -> slice:
-        """Return the range's layers in the second axis of a plane."""
+        """Return the range's layers as a slice of a plane's second axis."""
         begin, end = moved.layer_begin - self.first_layer, moved.layer_end - self.first_layer
         return slice(self._kinds * begin, self._kinds * end)
 
@@ -198,19 +200,18 @@ class Cells:
         return moved.layer_end - moved.layer_begin == self.num_layers
 
     def views(self, piece: Piece, moved: Range, in_blocks: bool) -> list[np.ndarray]:
-        """Return the piece's rows, uint8 [block, layer x k|v, head, row, bytes] per plane; with `in_blocks` whole
-        blocks of all layers are one array [block, bytes]."""
+        """Return the piece's rows, uint8 [block, layer x k|v, head, row, bytes], one array per plane. With `in_blocks`,
+        whole blocks of all layers are returned as one array [block, bytes]."""
         if in_blocks and self.has_all_layers(moved) and piece.row_end - piece.row_begin == self.block_size:
             return [self.memory.blocks]
         return [plane[:, self.layers(moved), :, piece.row_begin : piece.row_end] for plane in self.planes]
 
     def matches(self, other: "Cells") -> bool:
-        """Return whether blocks of one can be copied to the other's unchanged."""
+        """Return whether blocks can be copied between the two unchanged."""
         return (self.form, self.block_size) == (other.form, other.block_size)
 
     def copy_from(self, source: "Cells", own_ids: np.ndarray, source_ids: np.ndarray, moved: Range) -> None:
-        """Copy the range's rows out of `source`, which matches; both ids int64, one per block position of the
-        prompt."""
+        """Copy the range's rows from `source`, which must match; both ids int64, one per block position."""
         in_blocks = self.is_whole and source.is_whole
         for piece in pieces_of(moved, self.block_size):
             ours, theirs = (ids[piece.block_begin : piece.block_end] for ids in (own_ids, source_ids))
@@ -232,21 +233,21 @@ class Cells:
         ]
 
     def gather(self, ids: np.ndarray, moved: Range, staged: Staged) -> Staged:
-        """Copy the range's rows of blocks `ids`, int64, one per block position, into `staged` [layer x k|v, head,
+        """Copy the range's rows from blocks `ids`, int64, one per block position, into `staged` [layer x k|v, head,
         token, bytes], and return it."""
         for view, selector, run in self._staged_runs(ids, moved, staged):
             run[...] = view[selector]
         return staged
 
     def scatter(self, ids: np.ndarray, moved: Range, staged: Staged) -> None:
-        """Copy `staged` [layer x k|v, head, token, bytes] to the range's rows of blocks `ids`, int64, one per block
+        """Copy `staged` [layer x k|v, head, token, bytes] to the range's rows in blocks `ids`, int64, one per block
         position."""
         for view, selector, run in self._staged_runs(ids, moved, staged):
             view[selector] = run
 
     def _staged_runs(self, ids: np.ndarray, moved: Range, staged: Staged) -> Iterator[tuple]:
-        """Return (rows of the pool, which blocks of them, the same rows staged), [block, layer x k|v, head, row,
-        bytes]."""
+        """Yield (rows of the pool, selector of their blocks, the same rows staged), both [block, layer x k|v, head,
+        row, bytes]."""
         for piece in pieces_of(moved, self.block_size):
             own, rows = ids[piece.block_begin : piece.block_end], piece.row_end - piece.row_begin
             first = piece.block_begin * self.block_size + piece.row_begin - moved.token_begin
@@ -263,8 +264,8 @@ class Cells:
 
     def outgoing(self, ids: np.ndarray, moved: Range, in_blocks: bool) -> Iterator[list[memoryview]]:
         """Yield the range in wire order, in groups of buffers; `ids`: int64 [n], one per block position. With
-        `in_blocks` (the taker keeps this box alone, in blocks of the same size and form) whole blocks are sent as they
-        are kept there, from where they are if they are kept so here; the rest is staged."""
+        `in_blocks` (the taker's pool holds only this box, in blocks of the same size and form) whole blocks are sent as
+        they are stored there: without a copy if this pool stores them so too, else staged."""
         for part, selectors in self._wire(ids, moved, in_blocks):
             if part is None:
                 yield [memoryview(self._alone(selector)).cast("B") for selector in selectors]
@@ -274,8 +275,8 @@ class Cells:
                 yield [memoryview(flat)]
 
     def incoming(self, ids: np.ndarray, moved: Range, in_blocks: bool) -> Iterator[list[memoryview]]:
-        """Yield groups of buffers to fill, in the wire order of `outgoing`; `ids`: int64 [n], one per block position. A
-        group is in its place as soon as the next one is asked for."""
+        """Yield groups of buffers to fill, in the wire order of `outgoing`; `ids`: int64 [n], one per block position.
+        The bytes of a group are in the pool when the next group is requested."""
         for part, selectors in self._wire(ids, moved, in_blocks):
             if part is not None:
                 flat, staged = self._flat(part)
@@ -289,14 +290,14 @@ class Cells:
                 self.memory.blocks[selectors[0]] = staging
 
     def _alone(self, selector: slice | np.ndarray) -> np.ndarray:
-        """Return some blocks, uint8 [block, bytes], as a pool keeps them that holds this box and nothing else."""
+        """Return blocks, uint8 [block, bytes], as a pool that holds only this box would store them."""
         if self.is_whole:
             return self.memory.blocks[selector]
         rows = [plane[selector] for plane in self.planes]
         return np.concatenate([each.reshape(len(each), -1) for each in rows], 1)
 
     def _wire(self, ids: np.ndarray, moved: Range, in_blocks: bool) -> Iterator[tuple[Range | None, list]]:
-        """(a range that is staged, no selectors) or (None, selectors of whole blocks: slices, or one index array)."""
+        """Yield (a range to stage, no selectors) or (None, selectors of whole blocks: slices, or one index array)."""
         if not (in_blocks and self.has_all_layers(moved)):
             yield from ((part, []) for part in self.chunks(moved))
             return
@@ -321,14 +322,15 @@ class Cells:
                 yield None, runs
 
     def _flat(self, part: Range) -> tuple[np.ndarray, Staged]:
-        """Return one buffer and, in it, the staged arrays of a range."""
+        """Return one buffer, and the staged arrays of a range as views of it."""
         return flat_staged((self._kinds * (part.layer_end - part.layer_begin), self.num_heads, part.num_tokens),
                            [plane.shape[-1] for plane in self.planes])  # fmt: skip
 
 
 def _runs(*views: np.ndarray) -> list[np.ndarray]:
-    """[block, bytes] or [block, layer x k|v, head, row, bytes] of several pools as [block, layer x k|v, head, bytes]:
-    the rows of a head are side by side; where those of all heads do too they are one run, and then layers are."""
+    """Return views [block, bytes] or [block, layer x k|v, head, row, bytes] of several pools as [block, layer x k|v,
+    head, bytes]. The rows of a head are contiguous; heads, and then layers, are merged into one run where they are
+    contiguous in all pools."""
     if views[0].ndim == 2:
         return [view[:, None, None] for view in views]
     _, layers, heads, rows, row_bytes = views[0].shape
@@ -344,8 +346,8 @@ def _runs(*views: np.ndarray) -> list[np.ndarray]:
 
 
 def flat_staged(shape: tuple[int, int, int], row_bytes: Sequence[int]) -> tuple[np.ndarray, Staged]:
-    """Allocate one buffer uint8 [bytes] for the planes of `shape` [layer x k|v, head, token] one after the other, with
-    `row_bytes` each, and return it with their views [layer x k|v, head, token, bytes]."""
+    """Allocate one buffer uint8 [bytes] for planes of `shape` [layer x k|v, head, token], one after the other, with
+    `row_bytes` per row; return it and the planes' views [layer x k|v, head, token, bytes]."""
     sizes = [int(np.prod(shape)) * each for each in row_bytes]
     flat = np.empty(sum(sizes), np.uint8)
     ends = np.cumsum(sizes).tolist()
@@ -353,8 +355,8 @@ def flat_staged(shape: tuple[int, int, int], row_bytes: Sequence[int]) -> tuple[
 
 
 def chunks(moved: Range, layer_bytes: int) -> Iterator[Range]:
-    """Split the range into parts of about CHUNK_BYTES, spans times layers, where one token of one layer has
-    `layer_bytes`: the order in which staged rows travel, the same for both sides."""
+    """Split the range into parts of about CHUNK_BYTES, whole spans times whole layers; `layer_bytes`: the bytes of one
+    token of one layer. Both sides send and receive staged rows in this order."""
     layers = max(1, CHUNK_BYTES // (SPAN_TOKENS * layer_bytes))
     spans = max(1, layers // max(1, moved.layer_end - moved.layer_begin))
     for token in range(moved.token_begin, moved.token_end, spans * SPAN_TOKENS):

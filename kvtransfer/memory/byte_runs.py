@@ -1,5 +1,5 @@
-"""A range as runs of bytes of two pools whose blocks have one size and form, of whatever layers and heads each is:
-neighbours merged, so that an engine which moves runs of bytes gets few of them. Computed in numpy, no Python per
+"""Describe a range as runs of bytes in two pools whose blocks have one size and form; each may hold other layers and
+heads. Neighbouring runs are merged, so that an engine that copies runs gets few. Computed in numpy, without Python per
 block."""
 
 from typing import NamedTuple
@@ -15,7 +15,7 @@ SOURCE, OWN, WIDTH, SOURCE_PITCH, OWN_PITCH, HEIGHT = range(6)  # columns of an 
 
 
 class BoxOfPool(NamedTuple):
-    """A box of a pool, in the numbers of that pool."""
+    """A box of a pool, numbered as in that pool."""
 
     layout: KVLayout
     box: Box
@@ -26,8 +26,8 @@ class BoxOfPool(NamedTuple):
 
 
 class _Plane(NamedTuple):
-    """Rows, or their scales, of one block: `width` bytes side by side of each of `heads` of each of `layers` (k and v
-    apart)."""
+    """Locate rows, or their scales, in one block: `width` contiguous bytes for each of `heads` in each of `layers` (k
+    and v count as two)."""
 
     offset: int
     width: int
@@ -40,9 +40,9 @@ class _Plane(NamedTuple):
 def merged_runs(
     source: BoxOfPool, own: BoxOfPool, source_ids: np.ndarray, own_ids: np.ndarray, moved: Range
 ) -> np.ndarray:
-    """Return int64 [n, 6]: byte offsets in the source's pool and in one's own, `width` bytes at each of `height`
-    places, and how far these are apart there and here. Both boxes are of one size, and count the layers of `moved` from
-    their first one on; both ids int64 [m], one per block position of the prompt."""
+    """Return runs int64 [n, 6]: byte offsets in the source's and the own pool, then `width`, the two pitches, and
+    `height`. A run is `width` bytes at each of `height` places, which are a pitch apart in each pool. Both boxes have
+    one size; `moved` counts layers from their first one. Both ids int64 [m], one per block position."""
     found = [np.empty((0, 6), np.int64)]
     for piece in pieces_of(moved, own.layout.block_size):
         strips = np.array(_strips(source, own, moved, piece.row_begin, piece.row_end), np.int64).reshape(-1, 6)
@@ -56,15 +56,15 @@ def merged_runs(
 
 
 def check_within(runs: np.ndarray, num_bytes: int) -> None:
-    """Raise ProtocolError if `runs`, int64 [n, 6] of merged_runs, leave a source's pool of `num_bytes`."""
+    """Raise ProtocolError if `runs`, int64 [n, 6] of merged_runs, go beyond a source's pool of `num_bytes`."""
     ends = runs[:, SOURCE] + (runs[:, HEIGHT] - 1) * runs[:, SOURCE_PITCH] + runs[:, WIDTH]
     if len(runs) and (runs[:, SOURCE].min() < 0 or ends.max() > num_bytes):
         raise ProtocolError(f"block ids beyond a pool of {num_bytes} bytes")
 
 
 def single_rows(runs: np.ndarray) -> np.ndarray:
-    """Return int64 [m, 3]: source offset, own offset, bytes, one per place of `runs` [n, 6], for engines that take no
-    pitch."""
+    """Return int64 [m, 3]: source offset, own offset, bytes. Each place of `runs` [n, 6] becomes one row, for engines
+    without pitches."""
     steps = np.arange(runs[:, HEIGHT].sum()) - np.repeat(np.cumsum(runs[:, HEIGHT]) - runs[:, HEIGHT], runs[:, HEIGHT])
     repeated = np.repeat(runs, runs[:, HEIGHT], axis=0)
     pitches = ((SOURCE, SOURCE_PITCH), (OWN, OWN_PITCH))
@@ -73,7 +73,7 @@ def single_rows(runs: np.ndarray) -> np.ndarray:
 
 
 def _strips(source: BoxOfPool, own: BoxOfPool, moved: Range, row_begin: int, row_end: int) -> list[tuple[int, ...]]:
-    """Return runs of block 0 of both pools with the range's layers, and these rows; a whole block is one."""
+    """Return the runs of these rows and the range's layers in block 0 of both pools. A whole block is one run."""
     is_all = (moved.layer_begin, moved.layer_end, row_begin) == (0, len(own.box.layers), 0)
     if is_all and row_end == own.layout.block_size and source.is_whole and own.is_whole:
         width = own.layout.block_bytes
@@ -101,10 +101,10 @@ def _planes(pool: BoxOfPool, moved: Range, row_begin: int, row_end: int) -> list
 def _runs_of(there: _Plane, here: _Plane) -> list[tuple[int, ...]]:
     width, layers, heads = here.width, here.layers, here.heads
     strides = [(each.layer_stride, each.head_stride) for each in (there, here)]
-    if all(by_head == width for _, by_head in strides):  # whole rows of blocks: those of all heads are side by side
+    if all(by_head == width for _, by_head in strides):  # the rows of all heads are contiguous
         width, heads = width * heads, 1
     elif all(by_layer == heads * by_head for by_layer, by_head in strides):
-        # The heads of all layers are one row of places.
+        # The heads of all layers are places with one pitch.
         layers, heads = layers * heads, 1
         strides = [(by_head, by_head) for _, by_head in strides]
     if heads == 1 and all(by_layer == width for by_layer, _ in strides):
@@ -118,7 +118,7 @@ def _runs_of(there: _Plane, here: _Plane) -> list[tuple[int, ...]]:
 
 
 def _merged(runs: np.ndarray) -> np.ndarray:
-    """Return runs of one place each that follow each other in both pools, as one."""
+    """Return the runs with those of one place joined where they follow each other in both pools."""
     if len(runs) < 2:
         return runs
     ends = runs[:-1, (SOURCE, OWN)] + runs[:-1, WIDTH, None]

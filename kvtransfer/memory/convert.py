@@ -4,9 +4,9 @@
     the taker reads    source ─ copy ─► pool ─ digest         source ─ gather ─ digest ─ encode ─► pool
     the source sends   pool ─ digest ─ send ─► pool ─ digest  pool ─ gather ─ encode ─ digest ─ send ─► pool ─ digest
 
-The digests are of the bytes that travelled. Where the taker reads, that is the source's form, and the taker encodes
-what it digested: one copy of the encoded rows would otherwise need memory that both sides map. Where the source
-sends, it encodes first, so that fewer bytes travel. The functions that encode come from the worker.
+Digests are made of the bytes that travel. Where the taker reads, these have the source's form, and the taker encodes
+them after digesting: encoded rows would need memory of their own that both sides map. Where the source sends, it
+encodes first, so that fewer bytes travel. The worker supplies the functions that encode.
 """
 
 from collections.abc import Callable, Iterator
@@ -26,7 +26,7 @@ Codec = Callable[[np.ndarray, np.ndarray, str, str], tuple[np.ndarray, np.ndarra
 
 
 class Encoded(NamedTuple):
-    """A part of a range as it travels: one buffer, and in it the staged arrays."""
+    """A part of a range as it travels: one buffer, and the staged arrays as views of it."""
 
     part: Range
     flat: np.ndarray
@@ -34,14 +34,14 @@ class Encoded(NamedTuple):
 
 
 def row_sizes(group: KVGroup) -> list[int]:
-    """Return the bytes of one token of one head in each plane."""
+    """Return the bytes of a row (one token of one head) in each plane."""
     return [size for size in (group.row_bytes, group.row_scale_bytes) if size]
 
 
 def convert(staged: Staged, source_form: str, group: KVGroup, codec: Codec | None) -> tuple[np.ndarray, Staged]:
-    """Convert staged rows [layer x k|v, head, token, bytes] to the form of `group`: (flat buffer uint8 [bytes], its
-    planes, staged likewise). Raises LayoutMismatch without a codec, TransferFailed for one that answers with other
-    sizes than its form has."""
+    """Convert staged rows [layer x k|v, head, token, bytes] to the form of `group`; return a flat buffer uint8 [bytes]
+    and its planes, staged likewise. Raises LayoutMismatch without a codec, TransferFailed if the codec returns wrong
+    sizes."""
     if codec is None:
         raise LayoutMismatch(f"the source keeps {source_form}, the taker {group.form}: no codec was given to convert")
     shape = staged[0].shape[:3]
@@ -59,8 +59,8 @@ def convert(staged: Staged, source_form: str, group: KVGroup, codec: Codec | Non
 
 
 def encode(cells: Cells, ids: np.ndarray, moved: Range, group: KVGroup, codec: Codec | None) -> list[Encoded]:
-    """Encode the range out of the source's pool in the taker's form, in the order in which it is sent; `ids`: int64
-    [n], one per block position. Raises what `convert` raises."""
+    """Encode the range of the source's pool in the taker's form, in the order in which it is sent; `ids`: int64 [n],
+    one per block position. Raises what `convert` raises."""
     parts = []
     for part in chunks(moved, cells.group.num_kinds * cells.num_heads * sum(row_sizes(group))):
         staged = cells.gather(ids, part, cells.stage(part))
@@ -72,8 +72,8 @@ def read(
     taker: Cells, source: Cells, own_ids: np.ndarray, source_ids: np.ndarray, moved: Range, digests: Digests,
     codec: Codec | None,
 ) -> np.ndarray:  # fmt: skip
-    """Copy the range out of memory that the taker maps into its pool, and return the digests [spans, cells, ...] of
-    what was read; both ids int64 [n], one per block position. Raises what `convert` raises."""
+    """Copy the range from mapped memory of the source into the taker's pool; return the digests [spans, cells, ...] of
+    the bytes that were read. Both ids int64 [n], one per block position. Raises what `convert` raises."""
     if taker.matches(source):
         return digests.copied(taker, source, own_ids, source_ids, moved)
     if taker.form == source.form:

@@ -1,4 +1,4 @@
-"""The part of libcudart that moving KV needs, through ctypes: kvtransfer does without torch."""
+"""Call the part of libcudart that moving KV needs, through ctypes, since kvtransfer does without torch."""
 
 import ctypes
 import functools
@@ -13,19 +13,20 @@ HANDLE_BYTES = 64
 _PCI_ID_BYTES = 32
 _NOT_READY = 600  # cudaErrorNotReady
 _NO_DEVICE = 100  # cudaErrorNoDevice
-_SYSTEM_NOT_READY = 802  # cudaErrorSystemNotReady: of GPUs with NVSwitch before their fabric manager runs
-_FIRST_DRIVERS = {12: "525", 13: "580"}  # by the major version of CUDA, whose minor ones need no newer driver
+_SYSTEM_NOT_READY = 802  # cudaErrorSystemNotReady: GPUs with NVSwitch before their fabric manager runs
+_FIRST_DRIVERS = {12: "525", 13: "580"}  # by the major version of CUDA; minor versions need no newer driver
 _HOST_TO_DEVICE, _DEVICE_TO_HOST, _DEVICE_TO_DEVICE = 1, 2, 3
 _NON_BLOCKING = 1  # streams that do not wait for the default stream
-_NO_TIMING = 2  # events that are only asked whether they have passed
+_NO_TIMING = 2  # events that only tell whether they have passed
 _LAZY_PEER_ACCESS = 1
 _CAPABILITY = (75, 76)  # cudaDevAttrComputeCapabilityMajor, -Minor
 _NAMES = ("libcudart.so.13", "libcudart.so.12")
-_FOLDERS = ("cu13/lib", "cuda_runtime/lib")  # below site-packages/nvidia: of CUDA 13 wheels, of CUDA 12 wheels
+_FOLDERS = ("cu13/lib", "cuda_runtime/lib")  # below site-packages/nvidia, in wheels of CUDA 13 and of CUDA 12
 
 
 class IpcHandle(ctypes.Structure):
-    """Passed by value: ctypes would turn an array into a pointer."""
+    """The handle of an allocation. A structure, because C takes it by value and ctypes would pass an array as a
+    pointer."""
 
     _fields_ = [("reserved", c_char * HANDLE_BYTES)]
 
@@ -59,12 +60,12 @@ _SIGNATURES = {
 
 
 class CudaError(TransferFailed):
-    """A call of libcudart that failed; the message names it and what the library says of it."""
+    """A call of libcudart failed; the message names the call and the library's reason."""
 
 
 class CudaRuntime:
-    """`library`: libcudart, or what behaves like it. Raises CudaError from every method. The current device is a
-    thread's own in CUDA, so each method that needs one sets it."""
+    """Call `library`, libcudart or a substitute for it. Every method may raise CudaError. In CUDA each thread has its
+    own current device, so each method that needs one sets it."""
 
     def __init__(self, library):
         self._library = library
@@ -74,12 +75,12 @@ class CudaRuntime:
         library.cudaGetErrorString.argtypes, library.cudaGetErrorString.restype = (c_int,), c_char_p
 
     def num_devices(self) -> int:
-        """0 where there is no driver."""
+        """Return the number of GPUs, 0 without a driver."""
         count = c_int()
         return 0 if self._fails("cudaGetDeviceCount", byref(count)) else count.value
 
     def refusal(self) -> str:
-        """Return why there is no GPU to compute on, with the versions found and needed; "" if there is one."""
+        """Return why there is no usable GPU, with the versions found and needed; "" if there is one."""
         count, driver, needed = c_int(), c_int(), c_int()
         code = self._fails("cudaGetDeviceCount", byref(count))
         if not code and count.value:
@@ -108,8 +109,8 @@ class CudaRuntime:
         pointer = c_void_p()
         self._call("cudaMalloc", byref(pointer), num_bytes)
         self._call("cudaMemset", pointer, 0, num_bytes)
-        # Neither the host nor the streams made here wait for it by themselves: it would zero what they have copied
-        # there.
+        # Without this neither the host nor the streams made here wait for cudaMemset, which could then zero bytes that
+        # they have copied there.
         self._call("cudaStreamSynchronize", None)
         return pointer.value or 0
 
@@ -117,13 +118,13 @@ class CudaRuntime:
         self._call("cudaFree", address)
 
     def handle_of(self, address: int) -> bytes:
-        """Return the handle by which another process opens this allocation."""
+        """Return the handle with which another process opens this allocation."""
         handle = IpcHandle()
         self._call("cudaIpcGetMemHandle", byref(handle), address)
         return bytes(handle)
 
     def open_handle(self, handle: bytes) -> int:
-        """Return the address of another process's allocation in this one."""
+        """Open another process's allocation; return its address in this process."""
         pointer = c_void_p()
         self._call("cudaIpcOpenMemHandle", byref(pointer), IpcHandle.from_buffer_copy(handle), _LAZY_PEER_ACCESS)
         return pointer.value or 0
@@ -139,13 +140,14 @@ class CudaRuntime:
         return major.value, minor.value
 
     def pci_id(self, device: int) -> str:
-        """Return what names a GPU whatever number each process gives it."""
+        """Return the GPU's PCI id, which is the same in all processes, unlike its number."""
         text = ctypes.create_string_buffer(_PCI_ID_BYTES)
         self._call("cudaDeviceGetPCIBusId", text, _PCI_ID_BYTES, device)
         return text.value.decode()
 
     def reaches(self, device: int, pci_id: str) -> bool:
-        """Return whether `device` can read memory of the GPU `pci_id`. False for one that this process does not see."""
+        """Return whether `device` can read memory of the GPU `pci_id`; False for a GPU that this process does not
+        see."""
         other, can = c_int(), c_int()
         if self._fails("cudaDeviceGetByPCIBusId", byref(other), pci_id.encode()):
             return False
@@ -180,8 +182,8 @@ class CudaRuntime:
         return code == 0
 
     def copy(self, target: int, source: int, width: int, pitches: tuple[int, int], height: int, stream: int) -> None:
-        """Within devices: `width` bytes at each of `height` places, which are so many bytes apart in the target and in
-        the source."""
+        """Copy within or between devices: `width` bytes at each of `height` places, whose distances are `pitches`
+        (target, source)."""
         if height == 1:
             self._call("cudaMemcpyAsync", target, source, width, _DEVICE_TO_DEVICE, stream)
         else:
@@ -189,17 +191,17 @@ class CudaRuntime:
             self._call("cudaMemcpy2DAsync", *places, _DEVICE_TO_DEVICE, stream)
 
     def copy_from_host(self, target: int, source: int, num_bytes: int, stream: int) -> None:
-        """Return when the bytes are there."""
+        """Copy, and return when the bytes are there."""
         self._call("cudaMemcpyAsync", target, source, num_bytes, _HOST_TO_DEVICE, stream)
         self.synchronize(stream)
 
     def copy_to_host(self, target: int, source: int, num_bytes: int, stream: int) -> None:
-        """Return when the bytes are there."""
+        """Copy, and return when the bytes are there."""
         self._call("cudaMemcpyAsync", target, source, num_bytes, _DEVICE_TO_HOST, stream)
         self.synchronize(stream)
 
     def synchronize(self, stream: int) -> None:
-        """Wait until all that was put on `stream` has passed."""
+        """Wait until all work on `stream` is done."""
         self._call("cudaStreamSynchronize", stream)
 
     def _call(self, name: str, *arguments) -> None:
@@ -207,8 +209,8 @@ class CudaRuntime:
             self._fail(name, code)
 
     def _fails(self, name: str, *arguments) -> int:
-        """Return the code of a call that fails, 0 of others. The thread keeps no error of it: torch asks for the last
-        one behind each of its kernels, and would take it for the kernel's."""
+        """Return the error code of a call, 0 for success. The error is cleared in this thread: torch asks for the last
+        error after each of its kernels, and would attribute it to the kernel."""
         if code := getattr(self._library, name)(*arguments):
             self._library.cudaGetLastError()
         return code
@@ -222,12 +224,12 @@ class CudaRuntime:
 
 
 def find_runtime() -> CudaRuntime | None:
-    """libcudart of torch's own packages, or the system's; None without one, without a driver, or without a GPU."""
+    """Return libcudart of torch's own packages or of the system; None without a library, driver or GPU."""
     return _found()[0]
 
 
 def gpu_refusal() -> str:
-    """Return why `find_runtime` finds none, one line; "" where it does."""
+    """Return why `find_runtime` returns None, in one line; "" if it does not."""
     return _found()[1]
 
 
@@ -244,13 +246,13 @@ def _found() -> tuple[CudaRuntime | None, str]:
 
 
 def _version(number: int) -> str:
-    """12080 -> 12.8."""
+    """Return a version number of CUDA as text: 12080 is "12.8"."""
     return f"{number // 1000}.{number % 1000 // 10}"
 
 
 def _candidates() -> list[str]:
-    """Return paths to try, torch's first: two runtimes in one process share the device's primary context, one is
-    simpler."""
+    """Return the paths to try, torch's library first. Two runtimes in one process would share the device's context, but
+    one is simpler."""
     spec = importlib.util.find_spec("nvidia")
     roots = list(spec.submodule_search_locations or ()) if spec else []
     patterns = [str(Path(root, folder, "libcudart.so.*")) for root in roots for folder in _FOLDERS]

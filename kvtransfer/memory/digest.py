@@ -1,13 +1,13 @@
-"""Digests of (layer, k|v, kv head, 64 tokens) cells, in the form in which they travel.
+"""Digest cells of (layer, k|v, kv head, 64 tokens), in the form in which they travel.
 
     sum    = sum over the cell's words of word * weight[index of the word in the cell]      mod 2^64
     digest = mix(sum + mix(seed of the span + number of the (layer, k|v, kv head) in the whole model))
 
 Words are little-endian unsigned integers of the wire form, 8 bytes wide, or the widest power of two that divides a row.
-Weights are odd, so an error within one word is always found. Sums of parts of a cell add up to the sum of the cell:
-two pools compare whatever their block sizes and head splits are. This finds faults, not forgers: two errors confined
-to the top bits of two words can cancel. Forgery is the business of tickets and TLS; where there is no TLS, `sha256`
-(of the span's name, the cell's number, its rows, its scales) leaves nothing that cancels, at the price of hashing.
+Weights are odd, so an error within one word is always found. Sums of parts of a cell add up to the sum of the cell, so
+pools with different block sizes and head splits can be compared. This detects faults, not forgery: errors in the top
+bits of two words can cancel. Tickets and TLS guard against forgery; without TLS, `sha256` (over the span's name, the
+cell's number, its rows and its scales) detects it too, at the price of hashing.
 """
 
 import functools
@@ -29,7 +29,7 @@ _SCALE_WEIGHTS = 1 << 32  # word indexes of scales start here
 
 
 def mix64(values: np.ndarray) -> np.ndarray:
-    """Apply the finalizer of splitmix64 to uint64 of any shape [...]: a bijection that spreads every bit over all."""
+    """Apply the finalizer of splitmix64 to uint64 [...]: a bijection that spreads every bit over all."""
     mixed = values + np.uint64(0x9E3779B97F4A7C15)
     mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -45,7 +45,7 @@ def weights(num_words: int, first: int = 0) -> np.ndarray:
 
 
 def span_names(span_hashes: Sequence[bytes], chain_parent: bytes, num_tokens: int) -> list[bytes]:
-    """Return 32 bytes for each span; the tail's come from the name of the span before it and the tail's length."""
+    """Return 32 bytes for each span. An incomplete last span is named by the span before it and its length."""
     names = list(span_hashes)
     if tail := num_tokens % SPAN_TOKENS:
         names.append(hashlib.sha256(b"baton-tail-1" + chain_parent + struct.pack("<I", tail)).digest())
@@ -53,8 +53,8 @@ def span_names(span_hashes: Sequence[bytes], chain_parent: bytes, num_tokens: in
 
 
 def cell_numbers(layout: KVLayout, box: Box, moved: Range) -> np.ndarray:
-    """Return the numbers uint64 [cells] of the range in this box of the whole model `layout`: one per (layer, k|v, kv
-    head), in that order."""
+    """Return the numbers uint64 [cells] of the range's cells in this box of the whole model `layout`: one per (layer,
+    k|v, kv head), in that order."""
     group = layout.groups[box.group]
     before = sum(each.num_kinds * each.num_layers * each.num_kv_heads for each in layout.groups[: box.group])
     first = layout.first_layer(box.group)
@@ -70,31 +70,29 @@ def num_spans(moved: Range) -> int:
 
 
 class Digests:
-    """The digests of one dialogue's ranges, which begin and end on spans or at the prompt's end."""
+    """Compute one kind of digests for the ranges of a dialogue, which begin and end at spans or at the prompt's end."""
 
-    cell_bytes: int  # one digest
-    reads_bytes = False  # on the host, wherever the pool is
+    cell_bytes: int  # bytes of one digest
+    reads_bytes = False  # whether it reads the bytes on the host, wherever the pool is
 
     def __init__(self, layout: KVLayout, box: Box, names: Sequence[bytes]):
-        """`layout`: of the whole model; `names`: of all spans of the prompt."""
+        """Digest cells of `box`; `layout`: that of the whole model; `names`: of all spans of the prompt."""
         self._layout = layout
         self._box = box
         self._names = names
 
     def of_pool(self, cells: Cells, ids: np.ndarray, moved: Range) -> np.ndarray:
-        """Return the digests [spans, cells, ...] of a range in a pool; `ids`: int64 [n], one per block position of the
-        prompt. Raises NotImplementedError here: each kind has its own."""
+        """Return the digests [spans, cells, ...] of a range in a pool; `ids`: int64 [n], one per block position."""
         raise NotImplementedError
 
     def of_staged(self, staged: Staged, moved: Range) -> np.ndarray:
-        """Return the digests [spans, cells, ...] of a range staged as [layer x k|v, head, token, bytes]. Raises
-        NotImplementedError here: each kind has its own."""
+        """Return the digests [spans, cells, ...] of a range staged as [layer x k|v, head, token, bytes]."""
         raise NotImplementedError
 
     def copied(
         self, taker: Cells, source: Cells, own_ids: np.ndarray, source_ids: np.ndarray, moved: Range
     ) -> np.ndarray:
-        """Copy between cells that match, both ids int64 [n], and return the digests [spans, cells, ...] of what was
+        """Copy between matching cells, both ids int64 [n]; return the digests [spans, cells, ...] of what was
         copied."""
         taker.copy_from(source, own_ids, source_ids, moved)
         return self.of_pool(taker, own_ids, moved)
@@ -110,18 +108,16 @@ class Digests:
         return found
 
     def empty(self, moved: Range) -> np.ndarray:
-        """Allocate room for the range's digests [spans, cells, ...]. Raises NotImplementedError here: each kind has its
-        own."""
+        """Allocate room for the range's digests [spans, cells, ...]."""
         raise NotImplementedError
 
     def write(self, digests: np.ndarray, ready: kv_pb2.Ready) -> None:
-        """Write digests [spans, cells, ...] into a Ready frame. Raises NotImplementedError here: each kind has its
-        own."""
+        """Write digests [spans, cells, ...] into a Ready frame."""
         raise NotImplementedError
 
     def read(self, ready: kv_pb2.Ready, moved: Range) -> np.ndarray:
-        """Return the digests [spans, cells, ...] that a Ready frame carries. Raises DigestMismatch unless there is one
-        for each cell: a missing digest counts as a wrong one."""
+        """Return the digests [spans, cells, ...] of a Ready frame. Raises DigestMismatch unless there is one for each
+        cell."""
         raise NotImplementedError
 
     def shape(self, moved: Range) -> tuple[int, int]:
@@ -135,7 +131,7 @@ class Digests:
 
 
 class Sums(Digests):
-    """Weighted sums, uint64 [spans, cells]."""
+    """Weighted sums: digests uint64 [spans, cells]."""
 
     cell_bytes = 8
 
@@ -146,8 +142,8 @@ class Sums(Digests):
     def copied(
         self, taker: Cells, source: Cells, own_ids: np.ndarray, source_ids: np.ndarray, moved: Range
     ) -> np.ndarray:
-        """Copy between cells that match, both ids int64 [n], and return the digests uint64 [spans, cells]: with
-        kernels, in one pass."""
+        """Copy between matching cells, both ids int64 [n]; return the digests uint64 [spans, cells]. With kernels this
+        is one pass."""
         if taker.memory.kernels is None:
             return super().copied(taker, source, own_ids, source_ids, moved)
         return self._mixed(cell_sums(source, source_ids, moved, taker, own_ids), moved)
@@ -166,7 +162,7 @@ class Sums(Digests):
 
     def read(self, ready: kv_pb2.Ready, moved: Range) -> np.ndarray:
         """Return the digests uint64 [spans, cells] of a Ready frame. Raises DigestMismatch for another number of
-        them."""
+        digests."""
         shape = self.shape(moved)
         if len(ready.digests) != shape[0] * shape[1]:
             raise DigestMismatch(f"{len(ready.digests)} digests for {shape[0]} spans of {shape[1]} cells")
@@ -178,7 +174,7 @@ class Sums(Digests):
 
 
 class Hashes(Digests):
-    """SHA-256, uint8 [spans, cells, 32]."""
+    """SHA-256: digests uint8 [spans, cells, 32]."""
 
     cell_bytes = 32
     reads_bytes = True
@@ -214,7 +210,7 @@ class Hashes(Digests):
 
     def read(self, ready: kv_pb2.Ready, moved: Range) -> np.ndarray:
         """Return the digests uint8 [spans, cells, 32] of a Ready frame. Raises DigestMismatch for another number of
-        them."""
+        digests."""
         shape = (*self.shape(moved), self.cell_bytes)
         if len(ready.hashes) != int(np.prod(shape)):
             raise DigestMismatch(f"{len(ready.hashes)} bytes of digests for {shape[0]} spans of {shape[1]} cells")
@@ -225,8 +221,8 @@ KINDS: dict[str, type[Digests]] = {"sum": Sums, "sha256": Hashes}
 
 
 def make_digests(kind: str, layout: KVLayout, box: Box, names: Sequence[bytes]) -> Digests:
-    """Return the digests of `kind`. Raises ProtocolError for a kind that this build does not have: nothing is taken
-    without a digest."""
+    """Return the digests of `kind`. Raises ProtocolError for an unknown kind, since nothing is accepted without a
+    digest."""
     if kind not in KINDS:
         raise ProtocolError(f"digest {kind!r}: one of {', '.join(KINDS)}")
     return KINDS[kind](layout, box, names)
@@ -236,8 +232,8 @@ def make_digests(kind: str, layout: KVLayout, box: Box, names: Sequence[bytes]) 
 
 
 def staged_sums(staged: Staged, num_tokens: int) -> np.ndarray:
-    """Return the sums uint64 [spans, cells] of rows staged as [layer x k|v, head, token, bytes], the first token of
-    which begins a span."""
+    """Return the sums uint64 [spans, cells] of rows staged as [layer x k|v, head, token, bytes]; the first token begins
+    a span."""
     whole = num_tokens // SPAN_TOKENS
     cells = staged[0].shape[0] * staged[0].shape[1]
     sums = np.zeros((-(-num_tokens // SPAN_TOKENS), cells), np.uint64)
@@ -256,8 +252,8 @@ def staged_sums(staged: Staged, num_tokens: int) -> np.ndarray:
 def cell_sums(
     cells: Cells, ids: np.ndarray, moved: Range, taker: Cells | None = None, taker_ids: np.ndarray | None = None
 ) -> np.ndarray:
-    """Return uint64 [spans that the range touches, cells of its layers]: the parts of the sums within the range. Both
-    ids int64 [n], one per block position. With a `taker` that matches, the bytes summed are also copied there."""
+    """Return uint64 [spans that the range touches, cells of its layers]: the part of each cell's sum that lies within
+    the range. Both ids int64 [n], one per block position. With a matching `taker`, also copy the summed bytes there."""
     rows = cells.layers(moved)
     kernels = (cells if taker is None else taker).memory.kernels
     sums = np.zeros((num_spans(moved), (rows.stop - rows.start) * cells.num_heads), np.uint64)
@@ -273,7 +269,8 @@ def cell_sums(
 
 
 def _unit_pieces(moved: Range, block_size: int) -> list[Piece]:
-    """Return pieces whose rows are whole units (the smaller of a block and a span), or a part of one unit."""
+    """Split the range into pieces whose rows are whole units (a unit is the smaller of block and span) or a part of one
+    unit."""
     unit = min(block_size, SPAN_TOKENS)
     pieces = []
     for piece in pieces_of(moved, block_size):
@@ -289,8 +286,8 @@ def _add_plane(
     sums: np.ndarray, plane: np.ndarray, ids: np.ndarray, piece: Piece, first_span: int, is_scale: bool,
     target: tuple[np.ndarray, np.ndarray] | None, word_sums: WordSums | None,
 ) -> None:  # fmt: skip
-    """Add one plane [block, layer x k|v, head, row, bytes] of one piece into `sums` [spans, cells]; `target`: a plane
-    and its block ids that the piece is copied to; `word_sums`: what sums them; None: numpy."""
+    """Add one plane [block, layer x k|v, head, row, bytes] of one piece to `sums` [spans, cells]. `target`: a plane and
+    its block ids, to which the piece is copied. `word_sums`: the function that sums the words; None: numpy."""
     block_size, row_bytes = plane.shape[-2:]
     _, row_words = word_of(row_bytes)
     unit = min(block_size, SPAN_TOKENS)
@@ -299,7 +296,8 @@ def _add_plane(
     tokens = np.arange(piece.block_begin, piece.block_end) * block_size + piece.row_begin
     spans = (tokens[:, None] + np.arange(num_units) * unit) // SPAN_TOKENS - first_span  # [blocks, units]
     table = weights(SPAN_TOKENS * row_words, _SCALE_WEIGHTS if is_scale else 0)
-    starts = tokens % SPAN_TOKENS * row_words  # a block has further units only where a unit is a span
+    # One start per block: a block has several units only if they are spans, which all start at 0.
+    starts = tokens % SPAN_TOKENS * row_words
     own = ids[piece.block_begin : piece.block_end]
     to = to_ids = None
     if target is not None:
@@ -321,7 +319,7 @@ def _add_plane(
 
 
 def _words(plane: np.ndarray, piece: Piece, unit: int) -> np.ndarray:
-    """Return a view [block, layer x k|v, head, unit, words of a unit] of the piece's rows."""
+    """Return the piece's rows as a view [block, layer x k|v, head, unit, words of a unit]."""
     dtype, row_words = word_of(plane.shape[-1])
     words = plane.view(dtype)[:, :, :, piece.row_begin : piece.row_end]
     unit_rows = min(unit, piece.row_end - piece.row_begin)
@@ -331,6 +329,6 @@ def _words(plane: np.ndarray, piece: Piece, unit: int) -> np.ndarray:
 
 
 def word_of(row_bytes: int) -> tuple[np.dtype, int]:
-    """Return the widest little-endian unsigned word that divides a row, and how many make a row."""
+    """Return the widest little-endian unsigned word that divides a row, and the number of words per row."""
     size = next(size for size in (8, 4, 2, 1) if row_bytes % size == 0)
     return np.dtype(f"<u{size}"), row_bytes // size

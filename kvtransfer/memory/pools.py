@@ -1,11 +1,11 @@
-"""One worker's pool as the transports see it. For a pool on a GPU, the host memory that belongs to it is a mirror: the
-same blocks at the same places, copied only as they cross to or from another worker.
+"""Give transports a pool on a GPU. Its host memory is a mirror: the same blocks at the same offsets, copied only when
+they cross to or from another worker.
 
     transports    source                                     taker
     of the host   device ─ refresh ─► mirror ─ digest ─►     mirror ─ digest ─ flush ─► device
     of the GPU    device ─ digest ─►                         device (copied by the GPU or the network) ─ digest
 
-The source's watermark is announced when the step that wrote has passed, so what is copied or digested here is written.
+The source announces its watermark after the step that wrote the KV, so everything copied or digested here is written.
 """
 
 from collections.abc import Callable
@@ -19,22 +19,22 @@ from kvtransfer.memory.device_memory import DeviceRegion
 
 
 class BytePlaces(NamedTuple):
-    """The places in a pool of the bytes [block, ..., bytes] of a view."""
+    """Locate the bytes of a view [block, ..., bytes] in a pool."""
 
-    offset: int  # of the first one of block 0
-    counts: tuple[int, ...]  # without blocks; the last: bytes side by side
-    strides: tuple[int, ...]  # bytes, from block to block on, all but the last
+    offset: int  # of the first byte of block 0
+    counts: tuple[int, ...]  # of all axes but blocks; the last axis is contiguous bytes
+    strides: tuple[int, ...]  # bytes, of all axes but the last
 
 
-# (places of [block, row, head, unit, bytes], bytes of a word, which blocks, a table of weights, where in it each block
-# begins) -> uint64 [block, unit, row, head], as MemoryKernels.word_sums.
+# (places of [block, row, head, unit, bytes], bytes of a word, block ids, weights, where in them each block begins)
+# -> uint64 [block, unit, row, head], as MemoryKernels.word_sums.
 DeviceSums = Callable[[BytePlaces, int, np.ndarray, np.ndarray, np.ndarray], np.ndarray]
-Copy = Callable[[BytePlaces, np.ndarray], None]  # which blocks
+Copy = Callable[[BytePlaces, np.ndarray], None]  # (places, block ids)
 
 
 class DevicePool(NamedTuple):
-    """A pool on a GPU, and its worker's functions on it. They are called in threads and return when their work has
-    completed on the GPU."""
+    """Describe a pool on a GPU, with the worker's functions on it. They are called in threads, and return when their
+    work on the GPU is done."""
 
     region: DeviceRegion
     sums: DeviceSums
@@ -56,7 +56,7 @@ class _Mirrored(BlockMemory):
 
 
 class Mirror(_Mirrored):
-    """Host memory that mirrors a pool on a GPU."""
+    """The host memory that mirrors a pool on a GPU."""
 
     def refresh(self, view: np.ndarray, ids: np.ndarray) -> None:
         """Copy blocks `ids`, int64 [n], of `view` [block, ...] from the device to the mirror."""
@@ -68,8 +68,8 @@ class Mirror(_Mirrored):
 
 
 class OnDevice(_Mirrored):
-    """The pool on the GPU itself. `blocks`, its mirror, gives the places of the bytes, and holds the bytes after
-    `expose` alone."""
+    """The pool on the GPU itself. Views of `blocks`, its mirror, give the offsets of bytes; they hold the bytes only
+    after `expose`."""
 
     def word_sums(
         self, words: np.ndarray, ids: np.ndarray, table: np.ndarray, starts: np.ndarray, to: None, to_ids: None

@@ -1,4 +1,4 @@
-"""Memory that another process can map: an anonymous file whose size can never change."""
+"""Allocate memory that another process can map: an anonymous file of fixed size."""
 
 import mmap
 import os
@@ -8,17 +8,18 @@ from kvtransfer.errors import PeerLost, ProtocolError
 
 
 class Region:
-    """`memory` is the mapping, `fd` the file behind it. Sealed against resizing, so a reader never meets SIGBUS."""
+    """Own the mapping `memory` of the file `fd`. The file is sealed against resizing, so a reader never gets SIGBUS."""
 
     def __init__(self, fd: int, mapping: mmap.mmap, read_only: int = -1):
-        """read_only: a descriptor of the same file that cannot write, to hand out."""
+        """Own `fd` and `mapping`; `read_only`: a descriptor of the same file that cannot write, for other processes."""
         self.fd, self._read_only = fd, read_only
         self.memory = memoryview(mapping)
         self._mapping = mapping
 
     @classmethod
     def create(cls, num_bytes: int) -> "Region":
-        """Writable and zeroed. Raises ValueError for a size below 1, OSError, one line, when there is no memory."""
+        """Create a writable, zeroed region. Raises ValueError for a size below 1, OSError (one line) when there is no
+        memory."""
         if num_bytes < 1:
             raise ValueError(f"a region of {num_bytes} bytes: at least 1")
         try:
@@ -34,8 +35,8 @@ class Region:
 
     @classmethod
     def map(cls, fd: int, num_bytes: int) -> "Region":
-        """Another process's region, read-only; takes the descriptor over. Raises ProtocolError for what is none,
-        PeerLost where it cannot be mapped now; then `fd` is closed."""
+        """Map another process's region read-only, and own its descriptor `fd`. Raises ProtocolError for a file that is
+        no region, PeerLost if it cannot be mapped now; `fd` is then closed."""
         try:
             size = os.fstat(fd).st_size
             if num_bytes < 1 or size < num_bytes:
@@ -51,18 +52,18 @@ class Region:
             raise
 
     def discard(self, begin: int, num_bytes: int) -> None:
-        """Give the whole pages within these bytes back to the system; they read as zeros then, in all mappings. Raises
-        OSError where the system cannot."""
+        """Free the whole pages within these bytes; they then read as zeros in all mappings. Raises OSError if the
+        system cannot."""
         first = -(-begin // mmap.PAGESIZE) * mmap.PAGESIZE
         if (length := (begin + num_bytes) // mmap.PAGESIZE * mmap.PAGESIZE - first) > 0:
             self._mapping.madvise(mmap.MADV_REMOVE, first, length)
 
     def open_read_only(self) -> int:
-        """Return a descriptor to hand out: a taker that maps it cannot write by accident. The caller closes it."""
+        """Return a descriptor for another process, which cannot write through it. The caller closes it."""
         return os.dup(self._read_only)
 
     def close(self) -> None:
-        """Idempotent. While arrays still look into the mapping it stays until the last of them is gone."""
+        """Close the region. Idempotent. The mapping stays until the last array that uses it is freed."""
         if self.fd < 0:
             return
         for fd in {self.fd, self._read_only} - {-1}:
@@ -72,4 +73,4 @@ class Region:
             self.memory.release()
             self._mapping.close()
         except BufferError:
-            pass  # an array still exports the mapping; its end unmaps
+            pass  # an array still uses the mapping, and unmaps it when freed

@@ -23,9 +23,9 @@ Shard = tuple[Box, ...]
 
 @dataclass(frozen=True, slots=True)
 class Sharding:
-    """`layout`: of a whole model's KV; `shards`: what each rank's pool holds of it; `rank`: whose pool this is. A
-    worker of one rank holds everything: `Sharding.whole`. `in_whole_pool`: the pool has room for the whole model, in
-    which the rest is left empty; only transports by which the source sends know where to find what is there."""
+    """Say which part of a whole model's KV (`layout`) each rank's pool holds (`shards`), and whose pool this is
+    (`rank`). A worker of one rank holds everything: `Sharding.whole`. `in_whole_pool`: the pool has room for the whole
+    model, and the rest is left empty; then only transports by which the source sends can find the bytes."""
 
     layout: KVLayout
     shards: tuple[Shard, ...]
@@ -46,11 +46,13 @@ class Sharding:
         return self.layout if self.in_whole_pool else self.layout.cut(self.shard)
 
     def cells(self, memory: BlockMemory, box: Box) -> Cells:
-        """Return `box` of the whole model in this rank's pool, `memory`. Raises ProtocolError where it is not there."""
+        """Return the cells of `box`, numbered as in the whole model, in `memory`, this rank's pool. Raises
+        ProtocolError if the pool does not hold the box."""
         return Cells(memory, self.place(box).box, self.layout.first_layer(box.group) + box.layers.start)
 
     def place(self, box: Box) -> BoxOfPool:
-        """Return where in this rank's pool `box` of the whole model is. Raises ProtocolError where it is not there."""
+        """Return `box`, numbered as in the whole model, in the numbers of this rank's pool. Raises ProtocolError if the
+        pool does not hold it."""
         for index, held in enumerate(self.shard):
             if held.group == box.group and contains(held.layers, box.layers) and contains(held.heads, box.heads):
                 if box.layers and box.heads:
@@ -60,7 +62,8 @@ class Sharding:
 
 
 class Share(NamedTuple):
-    """`index` of `num_shares`: which of the dialogues that this fetch has with the source rank that holds `part`."""
+    """A box that crosses from one part to one rank. It is number `index` of the `num_shares` dialogues that this fetch
+    has with the source rank that holds `part`."""
 
     part: Part
     box: Box
@@ -70,7 +73,8 @@ class Share(NamedTuple):
 
 @functools.lru_cache(maxsize=256)
 def plan(parts: tuple[Part, ...], shards: tuple[Shard, ...], rank: int) -> tuple[Share, ...]:
-    """Return what `rank` of a taker cut into `shards` pulls. Raises LayoutMismatch when the parts lack some of it."""
+    """Return the shares that `rank` of a taker with `shards` pulls. Raises LayoutMismatch if the parts lack some of its
+    shard."""
     crossings = [
         (each, part, box) for each, shard in enumerate(shards) for held in shard for part, box in _cross(held, parts)
     ]
@@ -84,7 +88,7 @@ def plan(parts: tuple[Part, ...], shards: tuple[Shard, ...], rank: int) -> tuple
 
 
 def _cross(wanted: Box, parts: Sequence[Part]) -> list[tuple[Part, Box]]:
-    """`wanted` as boxes out of parts; what several parts hold comes from the first."""
+    """Return `wanted` as boxes of the parts that hold them. Of several parts that hold the same, the first is taken."""
     layer_cuts = _cuts(wanted.layers, [part.layers for part in parts if part.group == wanted.group])
     head_cuts = _cuts(wanted.heads, [part.heads for part in parts if part.group == wanted.group])
     found: list[tuple[Part, Box]] = []
@@ -109,7 +113,7 @@ def _continues(above: Box, below: Box) -> bool:
 
 
 def _cuts(whole: range, others: Sequence[range]) -> list[range]:
-    """Return `whole`, cut at each begin and end of the others."""
+    """Return `whole`, cut at the ends of the other ranges."""
     borders = {whole.start, whole.stop}
     borders.update(border for each in others for border in (each.start, each.stop) if border in whole)
     ends = sorted(borders)
@@ -128,8 +132,8 @@ def contains(outer: range, inner: range) -> bool:
 
 
 def sharding_of(part: Part, parts: Sequence[Part], layout: KVLayout) -> Sharding:
-    """Return what the rank holds which `part` belongs to: a rank is known by its endpoints. Groups without layers have
-    no parts, and every rank."""
+    """Return the sharding of the rank that holds `part`. Parts with the same endpoints belong to one rank. Groups
+    without layers have no parts; every rank holds them."""
     empty = [box for box in layout.whole if not box.layers]
     return Sharding(layout, ((*empty, *(each.box for each in parts if each.endpoints == part.endpoints)),))
 

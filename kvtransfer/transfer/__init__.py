@@ -1,1 +1,1 @@
-"""Both ends of a transfer: the source that leases and serves, the fetcher that pulls and verifies."""
+"""Run both ends of a transfer: the source that leases and serves, the fetcher that pulls and verifies."""

@@ -1,5 +1,5 @@
-"""The connections of one transport: those whose ticket has been checked, and strangers, who have few places and little
-time."""
+"""Bound the connections of one transport: those whose ticket is checked, and pending ones, of which few are allowed and
+not for long."""
 
 import asyncio
 from collections.abc import Coroutine
@@ -7,27 +7,28 @@ from collections.abc import Coroutine
 from kvtransfer.errors import PeerLost
 from kvtransfer.transports.transport import Line
 
-WANT_S = 2.0  # from being accepted to a whole Want, however its bytes come
-# Without a checked ticket. Takers come in bursts, and their Want a moment later than they: only where more come than
-# any burst has, or where the oldest has been silent for a while, does it go.
+WANT_S = 2.0  # from accepting a connection to its complete Want
+# Pending connections have no checked ticket yet. Takers come in bursts, each sends its Want a moment after connecting.
+# So the oldest pending connection is closed only beyond any burst (MAX_PENDING), or beyond MAX_SILENT if it has been
+# silent for SILENT_S.
 MAX_PENDING, MAX_SILENT = 512, 64
 SILENT_S = 0.25
 MAX_ESTABLISHED = 1024
 
 
 class Connections:
-    """Belongs to the event loop."""
+    """Run the dialogues of accepted connections. Called in the event loop only."""
 
     def __init__(self) -> None:
-        self._pending: dict[asyncio.Task, tuple[Line, float]] = {}  # and when they came, in that order
+        self._pending: dict[asyncio.Task, tuple[Line, float]] = {}  # with their times of arrival, oldest first
         self._established: set[asyncio.Task] = set()
 
     def __len__(self) -> int:
         return len(self._pending) + len(self._established)
 
     def open(self, line: Line, dialogue: Coroutine) -> None:
-        """Run `dialogue`, which owns `line`, until it is established and beyond; or until it is the oldest that is
-        not, and there is no place."""
+        """Run `dialogue`, which owns `connection`, in a task. While it is pending it may be cancelled to make room for
+        newer ones."""
         now = asyncio.get_running_loop().time()
         while len(self._pending) >= MAX_PENDING or (len(self._pending) >= MAX_SILENT and self._is_silent(now)):
             self._evict()
@@ -36,8 +37,8 @@ class Connections:
         task.add_done_callback(self._forget)
 
     def establish(self) -> None:
-        """Note that the dialogue that calls has shown its ticket. Raises PeerLost where there are too many: a taker
-        comes back."""
+        """Note that the calling dialogue's ticket is checked. Raises PeerLost if there are too many; the taker then
+        tries again."""
         if len(self._established) >= MAX_ESTABLISHED:
             raise PeerLost("this source has as many takers as it can serve")
         task = asyncio.current_task()
@@ -46,14 +47,14 @@ class Connections:
         self._established.add(task)
 
     def cancel(self) -> list[asyncio.Task]:
-        """Cancel all; return their tasks, which have to be awaited."""
+        """Cancel all dialogues; return their tasks, which the caller awaits."""
         tasks = [*self._pending, *self._established]
         for task in tasks:
             task.cancel()
         return tasks
 
     def _is_silent(self, now: float) -> bool:
-        """Return whether the oldest has had its time."""
+        """Return whether the oldest pending connection has been silent for more than SILENT_S."""
         return now - next(iter(self._pending.values()))[1] > SILENT_S
 
     def _evict(self) -> None:
@@ -63,5 +64,5 @@ class Connections:
 
     def _forget(self, task: asyncio.Task) -> None:
         if (pending := self._pending.pop(task, None)) is not None:
-            pending[0].close()  # a dialogue that was cancelled before it ran has not
+            pending[0].close()  # a dialogue that was cancelled before it ran has not closed it
         self._established.discard(task)

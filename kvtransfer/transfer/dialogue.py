@@ -1,14 +1,14 @@
-"""The order of a dialogue, the same for both sides.
+"""Keep both sides of a dialogue in the same order.
 
 taker                                   source
-  │ ── Want{ticket, token_begin} ──────► │  ticket checked before anything else
+  │ ── Want{ticket, token_begin} ──────► │  checks the ticket first
   │ ◄────── Ready{range, digests} ────── │  whenever the (token, layer) watermark moves; bytes follow on tcp and grpc
-  │  room made, bytes in place, digested │
-  │ ── Ack{range} ─────────────────────► │  lease alive? generations still the same?
+  │  has room, places bytes, digests     │
+  │ ── Ack{range} ─────────────────────► │  checks the lease and the generations again
   │ ◄──────────── Confirm{range} ─────── │
-  │  verified(tokens of which all layers are confirmed)
-  │ ── End{ok} ────────────────────────► │  the lease may end
-Renew goes both ways every second: the taker's keeps the lease alive, the answer shows that the source is.
+  │  verified(tokens whose layers are all confirmed)
+  │ ── End{ok} ────────────────────────► │  may end the lease
+Both sides send Renew every second: the taker's keeps the lease alive, the source's answer shows that it is alive.
 """
 
 import asyncio
@@ -22,22 +22,23 @@ from kvtransfer.wire import Range
 
 RENEW_S = 1.0
 LAST_WORDS_S = 1.0
-# One Ready. Each range has as many bytes as all before it, within these: a taker has something to do at once, works on
-# one range while the source digests the next, and a prompt is few frames (seen: 64 MiB in ranges of 8 MiB took 2 ms
-# more, most of it threads waking each other).
+# A range, announced by one Ready, has as many bytes as all ranges before it, within these bounds. So the taker has work
+# early, works on one range while the source digests the next, and a prompt takes few frames (measured: 64 MiB in ranges
+# of 8 MiB took 2 ms more, mostly threads waking each other).
 FIRST_RANGE_BYTES = 1 << 20
 MAX_RANGE_BYTES = 32 << 20
-MAX_SENT_BYTES = 8 << 20  # where the source sends, the taker digests a range only when it is there
-MAX_RANGE_TOKENS = 8192  # its generations and digests fit a frame however small a token is
+MAX_SENT_BYTES = 8 << 20  # where the source sends, the taker digests a range only when it has arrived
+MAX_RANGE_TOKENS = 8192  # generations and digests of so many tokens fit in a frame, however small a token is
 
 
 class Cursor:
-    """Position of a dialogue: all its layers of the tokens below `token`, and those below `layer` of the tokens up to
-    `token_end`. Ranges follow each other without gap or overlap: along the tokens with all layers, or a few layers at a
-    time over one stretch of tokens until it has them all. `layers`: the dialogue's, counted as in the whole model."""
+    """Track the position of a dialogue: it has all layers of the tokens below `token`, and the layers below `layer` of
+    the tokens up to `token_end`. Ranges follow each other without gap or overlap. A range has all layers of some
+    tokens, or some layers of a stretch of tokens, which is then completed layer by layer. `layers`: those of the
+    dialogue, numbered as in the whole model."""
 
     def __init__(self, token_begin: int, num_tokens: int, layers: range):
-        """Raises ProtocolError when `token_begin` is not the end of a span or of the prompt."""
+        """Begin at `token_begin`. Raises ProtocolError when that is not the end of a span or of the prompt."""
         if not 0 <= token_begin <= num_tokens or (token_begin % SPAN_TOKENS and token_begin != num_tokens):
             raise ProtocolError(f"token {token_begin} of {num_tokens}: a dialogue begins where a span does")
         self._begin = self.token = self.token_end = token_begin
@@ -50,9 +51,9 @@ class Cursor:
         return self.token == self.num_tokens
 
     def upcoming(self, mark: Watermark, token_bytes: int, max_bytes: int, max_stretch: int) -> Range | None:
-        """Return the next range that the watermark allows, of about `max_bytes` at most; `token_bytes`: all layers of a
-        token. A stretch of more than `max_stretch` tokens, which cannot be cut once it is begun, waits for its last
-        layer."""
+        """Return the next range that the watermark allows, of about `max_bytes` at most, or None. `token_bytes`: the
+        bytes of all layers of a token. A stretch of more than `max_stretch` tokens waits until all its layers are
+        ready, since it cannot be cut once it is begun."""
         num_bytes = min(max_bytes, MAX_RANGE_BYTES, max(FIRST_RANGE_BYTES, (self.token - self._begin) * token_bytes))
         full_token = mark.upto_token if mark.upto_layer >= self.layers.stop else mark.full_token
         if self.token_end > self.token:  # a stretch of tokens that has its first layers
@@ -74,7 +75,7 @@ class Cursor:
         return Range(self.token, token_end, self.layer, min(ready, self.layer + step))
 
     def take(self, moved: Range) -> None:
-        """Advance by `moved`. Raises ProtocolError unless it follows what came before."""
+        """Advance by `moved`. Raises ProtocolError if it does not continue the range before it."""
         if self.token_end > self.token:
             follows = moved[:3] == (self.token, self.token_end, self.layer)
         else:
@@ -100,13 +101,13 @@ def renew_frame() -> kv_pb2.KVFrame:
 
 
 async def converse(listening: Coroutine, *others: Coroutine) -> None:
-    """Run the parts of one side until `listening` returns or any of them fails, and raises what failed. All have
-    ended when this does, whatever cancels the waiting: a thread of theirs may still be writing."""
+    """Run the parts of one side until `listening` returns or any part fails; raise that failure. When this returns, all
+    parts have ended, even on cancellation, because a thread of theirs may still be writing."""
     tasks = [asyncio.create_task(part) for part in (listening, *others)]
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         if not tasks[0].done() and any(isinstance(task.exception(), PeerLost) for task in tasks if task.done()):
-            # A broken line is noticed in sending first; why it broke may still be there to be read.
+            # A broken connection is noticed by sending first; the reason may still be there to be read.
             await asyncio.wait(tasks[:1], timeout=LAST_WORDS_S)
         next(task for task in tasks if task.done()).result()
     finally:
@@ -114,7 +115,7 @@ async def converse(listening: Coroutine, *others: Coroutine) -> None:
 
 
 async def together(parts: Sequence[Coroutine]) -> None:
-    """Run all to their ends; the first failure cancels the others and is raised when they have ended too."""
+    """Run all parts to their ends. The first failure cancels the others, and is raised when they have ended."""
     if len(parts) == 1:
         return await parts[0]
     tasks = [asyncio.create_task(part) for part in parts]
@@ -130,8 +131,8 @@ def _has_failed(task: asyncio.Task) -> bool:
 
 
 async def _end(tasks: list[asyncio.Task]) -> None:
-    """Cancel all, wait until they have ended, and forget them: what failed holds, by its traceback, the frame that has
-    `tasks`, and in a circle all that was on its way would wait for the collector."""
+    """Cancel all tasks, wait until they have ended, and empty the list. A failed task's traceback refers to the frame
+    that holds `tasks`: that circle would keep all that was on its way until the garbage collector runs."""
     for task in tasks:
         task.cancel()
     cancelled = False
@@ -142,6 +143,6 @@ async def _end(tasks: list[asyncio.Task]) -> None:
             cancelled = True
     while tasks:
         if not (task := tasks.pop()).cancelled():
-            task.exception()  # seen
+            task.exception()  # mark it as retrieved
     if cancelled:
         raise asyncio.CancelledError

@@ -1,5 +1,5 @@
-"""What one dialogue moves of a prompt: its tokens, or the state behind them. A state counts as one token, in a block of
-its own; it is ready when all of the prompt is."""
+"""Say what one dialogue moves of a prompt: its tokens, or the state after them. A state counts as one token in a block
+of its own, and is ready when the whole prompt is."""
 
 import hashlib
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ class LeasedPrompt(Protocol):
 
 
 class Extent(NamedTuple):
-    """`names`: of what the digests are seeded by, one for each span."""
+    """Describe what a dialogue moves; `names` seed the digests, one for each span."""
 
     is_state: bool
     num_tokens: int
@@ -34,7 +34,6 @@ class Extent(NamedTuple):
     names: list[bytes]
 
     def watermark(self, lease: Lease) -> Watermark:
-        """Return how far this is ready."""
         if not self.is_state:
             return lease.watermark
         return Watermark(1, 1, lease.num_layers) if lease.is_complete else Watermark(0, 0, 0)

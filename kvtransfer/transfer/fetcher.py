@@ -1,4 +1,4 @@
-"""The side that wants KV: chooses a transport, pulls what is missing, and comes back when the line breaks."""
+"""Run the side that wants KV: choose a transport, pull what is missing, and reconnect when the connection breaks."""
 
 import asyncio
 import logging
@@ -36,27 +36,29 @@ from kvtransfer.transports.grpc_stream import OPEN, Security
 from kvtransfer.transports.transport import Line, TransferRates, TransportChoice, allowed, choose
 from kvtransfer.wire import Taker, decode_handle
 
-_PAUSES_S = (0.05, 0.2, 0.5)  # before each new line to a source that was lost
-_MAX_KEPT = 256  # pairs of a source and a transport of which something is kept
-_MAX_MISMATCHES = 2  # digests in a row that differ over one transport from one source, before another one is taken
+_PAUSES_S = (0.05, 0.2, 0.5)  # before each new connection to a source that was lost
+_MAX_KEPT = 256  # (source, transport) pairs that are remembered
+_MAX_MISMATCHES = 2  # wrong digests in a row from one source over one transport, before another transport is used
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class FetchReport:
+    """Report what a fetch moved and how long that took."""
+
     num_tokens: int
     num_bytes: int
-    num_bytes_early: int  # of those, what had left the source before its prefill had ended
-    transport: str  # of several ranks of the source, all that were used
+    num_bytes_early: int  # the part of num_bytes that left the source before its prefill ended
+    transport: str  # joined by + where ranks of the source were reached by several
     numerics: str  # exact | mixed
     transfer_s: float  # from the first Want to the last Confirm
-    after_last_ready_s: float  # what of it the prefill could not hide
-    reason: str  # why this transport, one line
+    after_last_ready_s: float  # the part of transfer_s that did not overlap with the prefill
+    reason: str  # why this transport was chosen, one line
 
     @classmethod
     def merged(cls, reports: Sequence[Self]) -> Self:
-        """Return the report of a fetch that several ranks have done their parts of."""
+        """Return the report of a fetch whose parts several ranks have pulled."""
         return cls(
             num_tokens=reports[0].num_tokens,
             num_bytes=sum(report.num_bytes for report in reports),
@@ -70,17 +72,17 @@ class FetchReport:
 
 
 class Fetcher:
-    """`pool` is written into. `transports`: those that this taker may use, or `auto`. `codec`: converts between forms;
-    without one only equal forms are taken.
+    """Pull prompts into `pool`.
 
-    `counters`: fetches by how they failed (digest_mismatch, lease_expired, ...), fetches_done, fetches_mixed."""
+    `counters`: failed fetches by cause (digest_mismatch, lease_expired, ...), fetches_done, fetches_mixed."""
 
     def __init__(
         self, pool: LocalPool, instance: bytes, epoch: int, host_id: str, transports: Sequence[str] | str, *,
         numerics_class: str, socket_folder: Path | None = None, codec: Codec | None = None, digest: str = "sum",
         is_strict: bool = False, security: Security = OPEN,
     ):  # fmt: skip
-        """Raises ValueError for an unknown transport or digest."""
+        """Connect to nothing yet. `transports`: names that this taker may use, or `auto`. `codec` converts between
+        forms; without it only equal forms are accepted. Raises ValueError for an unknown transport or digest."""
         if digest not in KINDS:
             raise ValueError(f"digest {digest!r}: one of {', '.join(KINDS)}")
         self.counters: Counter[str] = Counter()
@@ -94,8 +96,8 @@ class Fetcher:
         self._is_strict = is_strict
         self._transports = allowed(transports)
         self._dialer = Dialer(pool.host, pool.device and pool.device.device.region, socket_folder, security)
-        self._broken: dict[tuple[bytes, str], None] = {}  # (source, transport) that did not work between the two
-        self._digest_mismatches: Counter[tuple[bytes, str]] = Counter()  # since the last fetch that was right
+        self._broken: dict[tuple[bytes, str], None] = {}  # (source, transport) pairs that do not work
+        self._digest_mismatches: Counter[tuple[bytes, str]] = Counter()  # since the last fetch without one
         self._rates = TransferRates()
 
     def taker(self) -> Taker:
@@ -103,10 +105,10 @@ class Fetcher:
         return Taker(self._instance, self._epoch, self._pool.layout, self._numerics_class)
 
     async def fetch(self, handle: bytes, ticket: bytes, destination: Destination, deadline: float) -> FetchReport:
-        """Pull everything that `destination` misses; `deadline` on time.monotonic().
+        """Pull all tokens that `destination` misses, until `deadline` on time.monotonic().
 
-        Raises a KVError, or what `destination` raises. However it ends, cancellation included, no byte lands and
-        `verified` is not called afterwards."""
+        Raises a KVError, or what `destination` raises. Once this has returned, raised or been cancelled, no byte lands
+        and `verified` is not called."""
         timeout = asyncio.timeout(max(0.0, deadline - time.monotonic()) if deadline != float("inf") else None)
         try:
             async with timeout:
@@ -155,7 +157,7 @@ class Fetcher:
         )
 
     async def _pull(self, pull: Pull, choice: TransportChoice, want: kv_pb2.Want, used: list[tuple[str, str]]) -> None:
-        """Pull one share, over as many lines as it takes."""
+        """Pull one share, over as many connections as that takes."""
         pauses = iter(_PAUSES_S)
         while True:
             before = pull.verified_token
@@ -174,15 +176,15 @@ class Fetcher:
                     raise
                 else:
                     break
-        # Only the goodbye was lost, and the source is gone.
+        # Everything is verified; the source is gone and only the End was lost.
         used.append((choice.endpoints[0].transport, choice.reason))
 
     def _broken_with(self, source: bytes) -> set[str]:
         return {transport for name, transport in self._broken if name == source}
 
     def _without(self, choice: TransportChoice, source: bytes, error: TransportBroken) -> TransportChoice:
-        """Return the choice left after the used transport failed with this source, now and in later fetches. Raises
-        `error` when none is left."""
+        """Return `choice` without the transport that failed with this source; later fetches leave it out too. Raises
+        `error` when no transport is left."""
         transport = error.transport
         self._set_aside(source, transport)
         left = tuple(endpoint for endpoint in choice.endpoints if endpoint.transport != transport)
@@ -192,8 +194,8 @@ class Fetcher:
         return TransportChoice(left, f"{left[0].transport}, because {transport}: {error}")
 
     def _note_mismatch(self, choice: TransportChoice, source: bytes, transport: str, error: DigestMismatch) -> None:
-        """Take another transport from the next fetch on where this one brings wrong bytes again, and there is
-        another."""
+        """Count a digest mismatch. After _MAX_MISMATCHES in a row, later fetches use another transport, if there is
+        one."""
         self._digest_mismatches[source, transport] += 1
         if len(self._digest_mismatches) > _MAX_KEPT:
             del self._digest_mismatches[next(iter(self._digest_mismatches))]
@@ -209,8 +211,8 @@ class Fetcher:
             del self._broken[next(iter(self._broken))]
 
     async def _pull_once(self, pull: Pull, choice: TransportChoice, want: kv_pb2.Want) -> tuple[str, str]:
-        """Pull over one line from Want to End; return the transport and why it was taken. Raises PeerLost when the line
-        breaks."""
+        """Pull over one connection from Want to End; return the transport and why it was chosen. Raises PeerLost when
+        the connection breaks."""
         line, transport, reason = await self._connect(pull, choice)
         try:
             await pull.run(line, transport, want)
@@ -225,8 +227,8 @@ class Fetcher:
         return transport, f"{reason}; {rate:.1f} GB/s so far" if rate else reason
 
     async def _connect(self, pull: Pull, choice: TransportChoice) -> tuple[Line, str, str]:
-        """Return a line to the best endpoint that can be reached now, its transport and why it was taken. Raises
-        PeerLost when none can."""
+        """Return a connection to the best endpoint that can be reached now, its transport, and why it was chosen.
+        Raises PeerLost if none can be reached."""
         failures = []
         for endpoint in choice.endpoints:
             try:
@@ -239,16 +241,16 @@ class Fetcher:
         raise PeerLost("; ".join(failures))
 
     def _want(self, ticket: bytes) -> kv_pb2.Want:
-        """Return the part of a Want that all lines have. Raises TicketRefused for another taker's ticket, ProtocolError
-        for bytes that are none."""
+        """Return the fields of a Want that are the same on all connections. Raises TicketRefused for another taker's
+        ticket, ProtocolError for bytes that are no ticket."""
         parsed = parse_ticket(ticket)
         if (parsed.taker_instance, parsed.taker_epoch) != (self._instance, self._epoch):
             raise TicketRefused("the ticket is another taker's: every taker needs its own Offer")
         return kv_pb2.Want(ticket=parsed, taker_instance=self._instance, taker_epoch=self._epoch)
 
     def _check(self, handle: KVHandle, want: kv_pb2.Want) -> tuple[str, tuple[Share, ...]]:
-        """Return exact or mixed, and what to pull from which source, before anything is allocated. Raises
-        LayoutMismatch, TicketRefused."""
+        """Return exact or mixed, and the shares to pull, before anything is allocated. Raises LayoutMismatch,
+        TicketRefused."""
         if want.ticket.lease_id != handle.lease_id:
             raise TicketRefused("the ticket is for another lease than the handle")
         check_movable(handle.layout)

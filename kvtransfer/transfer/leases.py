@@ -1,13 +1,13 @@
-"""Leases: blocks kept for the holder of a ticket, with an end that always comes and is reported exactly once.
+"""Keep blocks for the holders of tickets. Every lease ends, and its end is reported exactly once.
 
     grant ──► alive ── advance(token, layer) ... finish ──┐
-                │  renew: until the first Want the gateway, then the takers' dialogues
+                │  renewed by the gateway until the first Want, then by the takers' dialogues
                 ├── finished, taken by one, awaited by none ──► released ─┐
                 ├── cancel ───────────────────────────────────► cancelled ├──► on_lease_end(key, ending), once
                 └── no renewal for ttl ───────────────────────► expired ──┘    (released, if anyone has taken it)
 
-A lease has a fetch for each ticket. One that has not begun, or whose dialogue is open, is awaited; one whose taker is
-lost is not: another ticket may have taken its place.
+A lease has a fetch for each ticket. The lease awaits a fetch that has not begun or whose dialogue is open. It does not
+await a fetch whose taker is lost, because another ticket may replace it.
 """
 
 import asyncio
@@ -27,7 +27,8 @@ log = logging.getLogger(__name__)
 
 
 class Watermark(NamedTuple):
-    """All layers are ready below `full_token`; below `upto_token` the first `upto_layer` of them."""
+    """Say how far KV is written: all layers below `full_token`, and the first `upto_layer` layers below
+    `upto_token`."""
 
     full_token: int
     upto_token: int
@@ -35,7 +36,7 @@ class Watermark(NamedTuple):
 
 
 class Fetch:
-    """The progress of one ticket's taker. `num_shares` dialogues, one per rank and box, known from the first Want."""
+    """Track one ticket's taker. It opens `num_shares` dialogues, one per rank and box; the first Want says how many."""
 
     def __init__(self):
         self.num_shares = 0
@@ -53,7 +54,7 @@ class Fetch:
 
 
 class Lease:
-    """Blocks of `num_tokens` tokens. `changed` is set when the watermark moves or the lease ends."""
+    """Keep the blocks of one prompt for its takers. `changed` is set when the watermark moves or the lease ends."""
 
     def __init__(
         self, lease_id: bytes, key: Hashable, blocks: Sequence[BlockRef], num_tokens: int, num_layers: int,
@@ -91,8 +92,8 @@ class Lease:
         self.fetches[fetch_id] = Fetch()
 
     def begin(self, fetch_id: bytes, share: int, num_shares: int) -> Fetch:
-        """Open a dialogue of this fetch. Raises TicketRefused for a fetch that is over, ProtocolError for shares that
-        contradict each other."""
+        """Note that a dialogue of this fetch begins. Raises TicketRefused when the fetch is over, ProtocolError when
+        the shares of its dialogues contradict each other."""
         fetch = self.fetches.get(fetch_id)
         if fetch is None or fetch.is_done:
             raise TicketRefused("this ticket's fetch is over, or was withdrawn")
@@ -103,9 +104,9 @@ class Lease:
         return fetch
 
     def advance(self, upto_token: int, upto_layer: int | None = None) -> None:
-        """Set the watermark: KV is written below `upto_token` in all layers below `upto_layer` (None: all). Tokens that
-        do not fill a span wait for the rest of it, except at the end. Raises ValueError for a watermark that goes back
-        or out."""
+        """Note that KV is written below `upto_token` in all layers below `upto_layer` (None: all layers). Tokens of an
+        incomplete span count only at the end of the prompt. Raises ValueError for a watermark that goes back or beyond
+        the prompt."""
         layer = self.num_layers if upto_layer is None else upto_layer
         if not 0 <= upto_token <= self.num_tokens or not 0 <= layer <= self.num_layers:
             size = f"{self.num_tokens} tokens, {self.num_layers} layers"
@@ -120,7 +121,7 @@ class Lease:
             grows = token > mark.full_token and mark.full_token == mark.upto_token
             deepens = token == mark.upto_token > mark.full_token and layer >= mark.upto_layer
             if token == mark.full_token:
-                return  # not a whole span more than before
+                return  # less than a whole span was added
             if not grows and not deepens:
                 raise ValueError(f"watermark ({upto_token}, {layer}) does not continue {mark}")
             moved = Watermark(mark.full_token, token, layer)
@@ -136,14 +137,15 @@ class Lease:
 
 
 class LeaseTable:
-    """All leases of a source. `clock`: monotonic seconds. One thread, the event loop's, calls everything here."""
+    """Hold all leases of a source. `clock` returns monotonic seconds. All methods are called in the event loop's
+    thread."""
 
     def __init__(self, clock: Callable[[], float], on_lease_end: Callable[[Hashable, str], None]):
         self._clock = clock
         self._on_lease_end = on_lease_end
         self._by_id: dict[bytes, Lease] = {}
         self._by_key: dict[Hashable, Lease] = {}
-        self._news = asyncio.Event()  # of the next lease or ticket
+        self._news = asyncio.Event()  # set when the next ticket of another rank is known
 
     def __len__(self) -> int:
         return len(self._by_id)
@@ -157,8 +159,8 @@ class LeaseTable:
         span_hashes: Sequence[bytes], chain_parent: bytes, ttl_s: float, lease_id: bytes | None = None,
         states: Sequence[BlockRef] = (),
     ) -> Lease:  # fmt: skip
-        """Grant a lease for `key`; `lease_id`: given where the ranks of one source lease their parts under one name.
-        Raises ValueError while `key` or the name has a lease."""
+        """Grant a lease for `key`. Ranks of one source pass a common `lease_id`. Raises ValueError while `key` or the
+        id has a lease."""
         lease_id = lease_id or secrets.token_bytes(16)
         if key in self._by_key or lease_id in self._by_id:
             raise ValueError(f"{key} has a lease already")
@@ -168,25 +170,26 @@ class LeaseTable:
         return lease
 
     def admit(self, key: Hashable, fetch_id: bytes) -> None:
-        """Add a ticket that another rank of this source has minted, and renew the lease as was done there. A key
-        without a lease is no fault."""
+        """Add a ticket that another rank of this source has minted, and renew the lease. Do nothing for a key without a
+        lease."""
         if (lease := self._by_key.get(key)) and self.renew(lease.lease_id):
             lease.add_fetch(fetch_id)
             self._news.set()
             self._news = asyncio.Event()
 
     async def arrival(self, lease_id: bytes, fetch_id: bytes, within_s: float) -> None:
-        """Wait until a ticket is known here, at most so long: its taker may be here before the word of it."""
+        """Wait until a ticket is known here, at most `within_s`: a taker may arrive before the rank that minted its
+        ticket has told this one."""
         try:
             async with asyncio.timeout(within_s):
                 while (lease := self._by_id.get(lease_id)) is None or fetch_id not in lease.fetches:
                     await self._news.wait()
         except TimeoutError:
-            pass  # `find` or `begin` says what is wrong
+            pass  # `find` or `begin` raises the error
 
     def find(self, lease_id: bytes) -> Lease:
-        """Return a lease; one past its deadline ends here. Raises LeaseExpired for a lease that has ended or never
-        was."""
+        """Return the lease, and end it if its deadline has passed. Raises LeaseExpired for a lease that has ended or
+        never existed."""
         lease = self._by_id.get(lease_id)
         if lease is not None and lease.deadline <= self._clock():
             self._expire(lease)
@@ -199,7 +202,7 @@ class LeaseTable:
         return self._by_key.get(key)
 
     def renew(self, lease_id: bytes) -> bool:
-        """Extend the lease by its ttl from now; False where it has ended."""
+        """Extend the lease to its ttl from now; return False if it has ended."""
         try:
             lease = self.find(lease_id)
         except KVError:
@@ -208,8 +211,8 @@ class LeaseTable:
         return True
 
     def finish(self, key: Hashable) -> None:
-        """Mark the prefill complete. A lease that is taken and no longer awaited ends; a key without a lease is no
-        fault."""
+        """Mark the prefill complete, and release the lease if it is taken and awaits no fetch. Do nothing for a key
+        without a lease."""
         if lease := self._by_key.get(key):
             if lease.watermark.full_token < lease.num_tokens:
                 lease.advance(lease.num_tokens)
@@ -217,17 +220,17 @@ class LeaseTable:
             self._release_if_done(lease)
 
     def confirm(self, lease: Lease, fetch: Fetch, share: int) -> None:
-        """Note that a taker has verified everything of one share."""
+        """Note that a taker has verified a whole share."""
         fetch.confirmed.add(share)
         self._release_if_done(lease)
 
     def leave(self, lease: Lease, fetch: Fetch) -> None:
-        """Note that a dialogue has ended, for whatever reason."""
+        """Note that a dialogue has ended."""
         fetch.num_open -= 1
         self._release_if_done(lease)
 
     def withdraw(self, lease_id: bytes, fetch_id: bytes) -> None:
-        """Withdraw a ticket: it opens no dialogue, and its taker is not waited for. Idempotent."""
+        """Withdraw a ticket: it opens no more dialogues, and the lease no longer awaits its taker. Idempotent."""
         lease = self._by_id.get(lease_id)
         if lease is not None and (fetch := lease.fetches.pop(fetch_id, None)):
             fetch.is_withdrawn = True
@@ -260,11 +263,11 @@ class LeaseTable:
 
     def _end(self, lease: Lease, ending: str) -> None:
         if lease.ending:
-            return  # on_lease_end may have come back here
+            return  # on_lease_end may have called this again
         lease.ending = ending
         del self._by_id[lease.lease_id], self._by_key[lease.key]
         lease.changed.set()
         try:
             self._on_lease_end(lease.key, ending)
         except Exception:
-            log.exception("on_lease_end(%s) failed", lease.key)  # the other leases still have to end
+            log.exception("on_lease_end(%s) failed", lease.key)  # go on: the other leases still have to end

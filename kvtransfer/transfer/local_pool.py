@@ -1,4 +1,5 @@
-"""A worker's pool as both ends of its transfers have it: where its bytes are, and what of the model is in them."""
+"""Describe a worker's pool to both ends of its transfers: where its bytes are, and which part of the model they
+hold."""
 
 from dataclasses import dataclass
 
@@ -13,9 +14,9 @@ from kvtransfer.transfer.mirror_room import MirrorRoom
 
 @dataclass(frozen=True, slots=True)
 class LocalPool:
-    """`host`: the pool in host memory, or the mirror there of one on a GPU, which `device` is then. `region`: the file
-    behind `host` where other processes may map it; without one there is no shm. `room`: of the mirror, where it is
-    bounded."""
+    """Hold the memories of one pool. `host`: the pool in host memory, or the host mirror of a pool on a GPU, in which
+    case `device` is that pool. `region`: the file that backs `host`, if other processes may map it; shm needs it.
+    `room`: bounds the mirror, if it is bounded."""
 
     sharding: Sharding
     host: BlockMemory
@@ -28,8 +29,9 @@ class LocalPool:
         cls, memory, held: KVLayout | Sharding, *, region: Region | None = None, device: DevicePool | None = None,
         kernels: MemoryKernels | None = None, room: MirrorRoom | None = None,
     ) -> "LocalPool":  # fmt: skip
-        """`memory`: of `host`; `held`: the layout of the whole model, which is in this pool, or one rank's part of it;
-        `kernels`: over host memory, without them numpy. Raises LayoutMismatch for a layout that cannot be moved."""
+        """Return the pool over `memory`, the bytes of `host`. `held`: the layout of the whole model if this pool holds
+        it whole, else the sharding and the rank. `kernels`: for host memory; numpy is used without them. Raises
+        LayoutMismatch for a layout that cannot be moved."""
         sharding = Sharding.whole(held) if isinstance(held, KVLayout) else held
         layout = sharding.pool_layout
         if device is None:
@@ -48,5 +50,5 @@ class LocalPool:
         return (HOST,) if self.device is None else (HOST, DEVICE)
 
     def used_by(self, transport: str) -> BlockMemory:
-        """Return the memory that a transport moves."""
+        """Return the memory that a transport reads and writes."""
         return self.device if self.device and DEVICE in CAPABILITIES[transport].memory else self.host

@@ -1,12 +1,11 @@
 """Bound the host memory behind the mirror of a pool on a GPU.
 
-The mirror has the pool's size and places, and pages only where bytes have crossed. A range enters before its bytes come
-and leaves when nobody reads them there any more: a source's once its taker has them, a taker's once they are on the
-GPU. Blocks that no range uses keep their pages until there is no room for others.
+The mirror has the pool's size and offsets, but has pages only where bytes have crossed. A range enters before its bytes
+come, and leaves when nobody reads them in the mirror any more: a source's range once its taker has it, a taker's range
+once it is on the GPU. Blocks that no range uses keep their pages until others need the room.
 
-A source's ranges wait for other workers, which may wait for room of their own. So they have three quarters of the room,
-and a taker's, which need nothing more of anybody, always come to their end: no two workers wait for each other.
-"""
+A source's ranges wait for other workers, which may themselves wait for room. So ranges of sources get three quarters of
+the room at most. A taker's ranges wait for no other worker and always finish, so no two workers wait for each other."""
 
 import asyncio
 import math
@@ -21,22 +20,22 @@ SOURCES_PART = 0.75
 
 
 class Side(Enum):
-    """What this worker is to a range."""
+    """Say whether this worker sends or receives a range."""
 
     SOURCE = "source"
     TAKER = "taker"
 
 
 class MirrorRoom:
-    """The blocks of one mirror. Belongs to the event loop."""
+    """Count the users of a mirror's blocks, and free the pages of unused ones. Called in the event loop only."""
 
     def __init__(self, num_blocks: int, most: int, drop: Callable[[int, int], None]):
-        """`most`: blocks with pages, at least one; a single range that has more enters all the same, alone on its side.
-        `drop(first block, how many)` gives their pages back; it is called in a thread."""
+        """Allow `most` (>= 1) blocks with pages. A single range with more blocks still enters when it is alone on its
+        side. `drop(first block, count)` frees pages; it is called in a thread."""
         self.most = most
         self._drop = drop
         self._num_users = np.zeros(num_blocks, np.int32)
-        self._used_at = np.zeros(num_blocks, np.int64)  # by _clock; 0: it has no pages
+        self._used_at = np.zeros(num_blocks, np.int64)  # value of _clock at the last use; 0: no pages
         self._clock = 1
         self._num_ranges = dict.fromkeys(Side, 0)
         self._turns = {side: asyncio.Lock() for side in Side}
@@ -45,11 +44,11 @@ class MirrorRoom:
 
     @property
     def num_resident(self) -> int:
-        """Return the blocks that have pages."""
+        """Return how many blocks have pages."""
         return int(np.count_nonzero(self._used_at))
 
     async def enter(self, side: Side, ids: np.ndarray) -> None:
-        """Wait until the different blocks `ids`, int64 [n], may have pages. Each is given back by `leave`."""
+        """Wait until the distinct blocks `ids`, int64 [n], may have pages. `leave` ends this use of them."""
         async with self._turns[side]:
             while not self._fits(side, ids):
                 self._left.clear()
@@ -75,8 +74,8 @@ class MirrorRoom:
         return self._num_ranges[side] == 0 or int(np.count_nonzero(used)) <= part * self.most
 
     async def _make_room(self, ids: np.ndarray) -> None:
-        """Give pages of `ids`, which are in use, and take those of others that are not: longest ago first."""
-        async with self._dropping:  # what is dropped in a thread gets no new user before that is done
+        """Note that `ids`, which are in use, get pages, and free pages of the least recently used idle blocks."""
+        async with self._dropping:  # no block gets a new user while a thread frees its pages
             self._clock += 1
             self._used_at[ids] = self._clock
             if (excess := self.num_resident - self.most) <= 0:
@@ -93,21 +92,21 @@ class MirrorRoom:
 
 
 class RoomUse:
-    """The ranges of one dialogue that are in a mirror's room."""
+    """Track the ranges of one dialogue that are in a mirror's room."""
 
     def __init__(self, room: MirrorRoom | None, side: Side):
-        """room: None where none is needed: nothing waits then."""
+        """Use `room`; with None every call returns at once."""
         self._room, self._side = room, side
         self._ids: dict[object, np.ndarray] = {}
 
     async def enter(self, name: object, ids: np.ndarray) -> None:
-        """`name`: of the range, by which it leaves."""
+        """Wait until the range `name`, with blocks `ids`, may have pages."""
         if self._room is not None:
             await self._room.enter(self._side, ids)
             self._ids[name] = ids
 
     def leave(self, name: object) -> None:
-        """Do nothing for a range that is not in it."""
+        """Release the range `name`. Do nothing if it is not in the room."""
         ids = self._ids.pop(name, None)
         if self._room is not None and ids is not None:
             self._room.leave(self._side, ids)

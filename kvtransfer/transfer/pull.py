@@ -1,4 +1,4 @@
-"""The taker's side: what a fetch pulls from one rank of a source, and the dialogues over which it comes."""
+"""Run the taker's side of a dialogue: pull one share of a fetch from one rank of a source."""
 
 import asyncio
 import contextlib
@@ -27,18 +27,19 @@ from kvtransfer.transfer.mirror_room import RoomUse, Side
 from kvtransfer.transports.transport import Busy, Line, run_blocking
 from kvtransfer.wire import Range, box_to_proto, layout_to_proto, range_from_proto, range_to_proto
 
-_NUM_CHECKING = 2  # ranges at a time: one is copied while another is digested, and no thread waits for the loop
-_MAX_WAITING = 4  # ranges in place or announced, not yet digested
+_NUM_CHECKING = 2  # ranges checked at a time: one is copied while another is digested, so no thread waits for the loop
+_MAX_WAITING = 4  # ranges that are announced or in place, and not yet digested
 
 
 class Pull:
-    """One share of a fetch, and how far it has come. A dialogue that was lost is followed by another, from there on."""
+    """Track one share of a fetch. After a lost dialogue the next one continues where it ended."""
 
     def __init__(
         self, pool: LocalPool, handle: KVHandle, share: Share, index: int, destination: SharedDestination, digest: str,
         codec: Codec | None,
     ):  # fmt: skip
-        """`pool`: the taker's; `index`: which of the destination's shares this is. Raises ProtocolError."""
+        """Prepare to pull `share` into the taker's `pool`; `index`: its number among the destination's shares. Raises
+        ProtocolError."""
         self.pool = pool
         self.handle = handle
         self.share = share
@@ -46,20 +47,20 @@ class Pull:
         self.codec = codec
         self.digest = digest
         self.extent = extent = extent_of(handle, handle.layout, share.box)
-        # Cells are numbered as in the whole model, the same on both sides whatever their block sizes and forms.
+        # Cells are numbered as in the whole model: the same on both sides, whatever their block sizes and forms.
         self.digests = make_digests(digest, handle.layout, share.box, extent.names)
         self.source_sharding = sharding_of(share.part, handle.parts, handle.layout)
-        # Both pools keep rows alike, in blocks of one size: runs of bytes are at home in both.
+        # Both pools store rows alike in blocks of one size, so runs of bytes can be copied as they are.
         self.are_alike = (
             handle.layout.groups[share.box.group] == pool.layout.groups[share.box.group] and not extent.is_state
         )
-        # And they hold this share and nothing else: whole blocks travel as they are stored.
+        # Both pools hold nothing but this share, so whole blocks travel as they are stored.
         is_whole = self.cells_in(pool.host).is_whole
         self.in_blocks = self.are_alike and is_whole and self.source_sharding.shard == (share.box,)
         self.source_ids = np.asarray([block.block_id for block in extent.blocks], np.int64)
-        self.generations = [block.generation for block in extent.blocks]  # of the source's, when they were leased
-        self.verified_token = destination.num_cached_tokens  # of the extent's
-        if extent.is_state:  # one that stands behind cached tokens is not the one behind the last
+        self.generations = [block.generation for block in extent.blocks]  # of the source, when leased
+        self.verified_token = destination.num_cached_tokens  # counted in the extent's tokens
+        if extent.is_state:  # a state after cached tokens is of no use, unless all tokens are cached
             self.verified_token = int(destination.num_cached_tokens == handle.num_tokens)
         self.num_bytes = self.num_bytes_early = 0
         self.moving = Busy()
@@ -68,12 +69,12 @@ class Pull:
 
     @property
     def source(self) -> bytes:
-        """Return the instance of the worker that is pulled from."""
+        """Return the instance id of the source."""
         return self.handle.source_instance
 
     @property
     def source_layout(self) -> KVLayout:
-        """Return the layout of the pool of the rank that is pulled from."""
+        """Return the layout of the source rank's pool."""
         return self.source_sharding.pool_layout
 
     @property
@@ -86,25 +87,26 @@ class Pull:
         return self.destination.state_ids if self.extent.is_state else self.destination.ids
 
     def cells_in(self, memory: BlockMemory) -> Cells:
-        """Return what the share is in one of the memories of the taker's pool."""
+        """Return the cells of the share in one of the memories of the taker's pool."""
         return self.pool.sharding.cells(memory, self.share.box)
 
     def verified(self, upto_token: int) -> None:
-        """Note that everything of the extent below is confirmed."""
+        """Note that everything below `upto_token` of the extent is confirmed."""
         self.verified_token = upto_token
         self.destination.verified(self._index, self.handle.num_tokens if self.extent.is_state else upto_token)
 
     async def run(self, line: Line, transport: str, want: kv_pb2.Want) -> None:
-        """Pull over one line until everything is verified. Raises PeerLost when the line breaks, another KVError when
-        it is over; no byte lands and `verified` is not called once it has raised. The caller closes the line."""
+        """Pull over one connection until everything is verified. Raises PeerLost when the connection breaks, another
+        KVError when the fetch has failed; after that no byte lands and `verified` is not called. The caller closes the
+        connection."""
         await TakerDialogue(self, line, transport).run(want)
 
 
 class TakerDialogue:
-    """One line, one share of one fetch, from Want to End: the counterpart of SourceDialogue."""
+    """One share of one fetch over one connection, from Want to End: the counterpart of SourceDialogue."""
 
     def __init__(self, pull: Pull, line: Line, transport: str):
-        """Raises ProtocolError for a share that no dialogue can begin at."""
+        """Prepare the dialogue. Raises ProtocolError if it cannot begin at the share's verified token."""
         self._pull = pull
         self._line = line
         self._transport = transport
@@ -115,15 +117,15 @@ class TakerDialogue:
         shape = (pull.verified_token, pull.extent.num_tokens, layers)
         self._announced, self._confirmed = Cursor(*shape), Cursor(*shape)
         self._acked: deque[Range] = deque()
-        self._turn = asyncio.Event()  # of the newest range that is placed and checked: it has been acknowledged
+        self._turn = asyncio.Event()  # set when the newest range has been acknowledged
         self._turn.set()
         self._landed: asyncio.Queue[tuple[Range, np.ndarray]] = asyncio.Queue(_MAX_WAITING)
         mirrored = cells.memory is pull.pool.host or pull.digests.reads_bytes
         self._room_use = RoomUse(pull.pool.room if mirrored else None, Side.TAKER)
-        self._source_cells: Cells | None = None  # in the source's memory, when it is shared
+        self._source_cells: Cells | None = None  # the share in the source's memory, once that is shared
 
     async def run(self, want: kv_pb2.Want) -> None:
-        """Run as Pull.run says; `want` has the ticket."""
+        """Pull as `Pull.run` describes; `want` has the ticket."""
         pull, line = self._pull, self._line
         asked = kv_pb2.Want(
             token_begin=pull.verified_token, transport=self._transport, digest=pull.digest,
@@ -140,7 +142,7 @@ class TakerDialogue:
         except PeerLost:
             raise
         except KVError as error:
-            with contextlib.suppress(KVError):  # the other side has gone
+            with contextlib.suppress(KVError):  # the other side may be gone
                 await line.send(end_frame(error.status, str(error)))
             raise
         finally:
@@ -148,7 +150,7 @@ class TakerDialogue:
             self._room_use.leave_all()
 
     async def _listen(self) -> None:
-        """Listen until the last Confirm."""
+        """Handle frames of the source until the last Confirm."""
         while not self._confirmed.done:
             frame = await self._line.receive()
             match frame.WhichOneof("kind"):
@@ -164,7 +166,7 @@ class TakerDialogue:
                     raise ProtocolError(f"{kind} from a source in mid-dialogue")
 
     async def _ready(self, ready: kv_pb2.Ready) -> None:
-        """Check the announcement, make room, and let the bytes in where the source sends them."""
+        """Check the announcement, get blocks, and receive the bytes if the source sends them."""
         pull, moved = self._pull, range_from_proto(ready.range)
         self._announced.take(moved)
         pull.last_ready = time.monotonic()
@@ -187,7 +189,7 @@ class TakerDialogue:
         await self._landed.put((moved, digests))
 
     async def _check_all(self) -> None:
-        """Place, check and acknowledge ranges, one after the other."""
+        """Place, check and acknowledge one range after the other."""
         pull = self._pull
         while True:
             moved, digests = await self._landed.get()
@@ -204,14 +206,14 @@ class TakerDialogue:
                 await run_blocking(work, self._place_and_check, source, pull.ids, moved, digests)
             self._room_use.leave(moved)
             pull.num_bytes += num_bytes
-            await before.wait()  # Acks go in the order of the ranges
+            await before.wait()  # Acks are sent in the order of the ranges
             await pull.destination.caught_up()
             self._acked.append(moved)
             await self._line.send(kv_pb2.KVFrame(ack=kv_pb2.Ack(range=range_to_proto(moved))))
             mine.set()
 
     def _runs(self, moved: Range) -> np.ndarray:
-        """Return the range as runs of the source's pool and of one's own."""
+        """Return the range as runs of bytes from the source's pool to the taker's."""
         pull, first, box = self._pull, self._cells.first_layer, self._pull.share.box
         counted = moved._replace(layer_begin=moved.layer_begin - first, layer_end=moved.layer_end - first)
         return merged_runs(
@@ -219,7 +221,7 @@ class TakerDialogue:
         )
 
     def _shared_cells(self) -> Cells:
-        """Return what the share is in the source's memory, found once for each line. Raises ProtocolError."""
+        """Return the cells of the share in the source's memory, found once per connection. Raises ProtocolError."""
         if self._source_cells is None:
             source = self._line.source_memory
             if source is None:
@@ -230,7 +232,8 @@ class TakerDialogue:
         return self._source_cells
 
     def _place_and_check(self, source: Cells | None, ids: np.ndarray, moved: Range, digests: np.ndarray) -> None:
-        """Copy where the taker reads, and digest what has travelled; in a thread. Raises DigestMismatch."""
+        """Copy the range if the taker reads it, and compare the digests of what travelled; called in a thread. Raises
+        DigestMismatch."""
         pull = self._pull
         if source:
             found = read(self._cells, source, ids, pull.source_ids, moved, pull.digests, pull.codec)

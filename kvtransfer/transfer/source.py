@@ -1,4 +1,4 @@
-"""The side that holds KV: offers it, says how far it is written, and serves the takers that come for it."""
+"""Run the side that holds KV: offer it, announce how far it is written, and serve its takers."""
 
 import asyncio
 import secrets
@@ -27,6 +27,8 @@ from kvtransfer.wire import ID_BYTES, MAX_TOKENS, Taker, encode_handle
 
 @dataclass(frozen=True, slots=True)
 class SourceIdentity:
+    """Say who a source is and how its KV was computed."""
+
     instance: bytes  # names the worker
     epoch: int  # random 64 bits per start
     model_identity: bytes
@@ -34,19 +36,18 @@ class SourceIdentity:
 
 
 class Offer(NamedTuple):
+    """What a taker needs to pull a prompt."""
+
     lease_id: bytes
     handle: bytes  # KVHandle
     ticket: bytes  # Ticket
 
 
 class Source:
-    """`on_lease_end(key, ending)`: exactly once per lease, in the event loop; ending: released | cancelled | expired.
-    `generations(block_id)`: that block's generation now, `state_generations` that of a block of states. `codec`:
-    converts between forms; without one only takers of the same form are served. `grace_s`: for which a ticket of
-    another rank's that is not known yet is waited for. All methods belong to the event loop that `start` ran in.
+    """Offer prompts to takers and serve them. All methods are called in the event loop that `start` ran in.
 
-    `counters`: dialogues by how they failed (ticket_refused, lease_expired, layout_mismatch, peer_lost, ...; what the
-    taker says has taker_ in front), leases_granted, leases_expired, bytes_confirmed."""
+    `counters`: failed dialogues by cause (ticket_refused, lease_expired, layout_mismatch, peer_lost, ...; with the
+    prefix taker_ where the taker reported the failure), leases_granted, leases_expired, bytes_confirmed."""
 
     def __init__(
         self, pool: LocalPool, identity: SourceIdentity, host_id: str, on_lease_end: Callable[[Hashable, str], None], *,
@@ -54,7 +55,11 @@ class Source:
         lease_ttl_s: float = 5.0, transports: Sequence[str] | str = "auto", mint: TicketMint | None = None,
         codec: Codec | None = None, is_strict: bool = False, grace_s: float = 0.0,
     ):  # fmt: skip
-        """Raises ValueError for an unknown transport."""
+        """Open nothing yet. `on_lease_end(key, ending)` is called exactly once per lease, in the event loop.
+        `generations(block_id)` returns the current generation of a block, `state_generations` that of a block of
+        states. `codec` converts between forms; without it only takers of the same form are served. `grace_s`: how long
+        to wait for a ticket that another rank has minted and that is not known here yet. Raises ValueError for an
+        unknown transport."""
         self.identity = identity
         self.layout = pool.layout
         self.counters: Counter[str] = Counter()
@@ -88,11 +93,11 @@ class Source:
         chain_parent: bytes, taker: Taker, num_ready_tokens: int = 0, lease_id: bytes | None = None,
         states: Sequence[BlockRef] = (),
     ) -> Offer:  # fmt: skip
-        """Grant a lease on `blocks`, with the handle and the ticket that `taker` needs; what is ready already leaves as
-        soon as it asks. `states`: of a layout with a state, the block as it will stand behind the last token.
-        `lease_id`: where several ranks lease their parts under one name (a handle of all their parts is made of
-        theirs). Raises LayoutMismatch for a taker that KV from here cannot feed, ValueError for counts that contradict
-        each other or a key that has a lease."""
+        """Grant a lease on `blocks`, and return the handle and the ticket that `taker` needs; the taker can pull
+        `num_ready_tokens` at once. `states`: for a layout with a state, the block that will hold it after the last
+        token. `lease_id`: given when several ranks lease their parts under one id, to be joined in one handle. Raises
+        LayoutMismatch for a taker that KV from here cannot feed, ValueError for counts that contradict each other or a
+        key that has a lease."""
         self._check_taker(taker)
         if not 1 <= num_tokens <= MAX_TOKENS or len(blocks) != self.layout.num_blocks(num_tokens):
             raise ValueError(f"{len(blocks)} blocks for {num_tokens} tokens")
@@ -112,8 +117,7 @@ class Source:
         return self._ticket(lease, taker)
 
     def offer_again(self, lease_id: bytes, taker: Taker) -> Offer:
-        """Offer the same lease to one more taker. Raises LeaseExpired where it has ended, LayoutMismatch,
-        ValueError."""
+        """Offer the same lease to one more taker. Raises LeaseExpired if it has ended, LayoutMismatch, ValueError."""
         self._check_taker(taker)
         lease = self._leases.find(lease_id)
         self._leases.renew(lease_id)
@@ -124,7 +128,7 @@ class Source:
         self._leases.admit(key, parse_ticket(ticket).fetch_id)
 
     def withdraw(self, ticket: bytes) -> None:
-        """Wait for the taker of this ticket no more, and serve it no more. Idempotent."""
+        """Stop serving this ticket and waiting for its taker. Idempotent."""
         parsed = parse_ticket(ticket)
         self._leases.withdraw(parsed.lease_id, parsed.fetch_id)
 
@@ -135,8 +139,8 @@ class Source:
         return Offer(lease.lease_id, encode_handle(self._handle(lease)), ticket)
 
     def advance(self, key: Hashable, upto_token: int, upto_layer: int | None = None) -> None:
-        """Note that KV is written below `upto_token` in the layers below `upto_layer` (None: all). A key without a
-        lease is no fault: it may have ended. Raises ValueError for a watermark that goes back."""
+        """Note that KV is written below `upto_token` in the layers below `upto_layer` (None: all layers). Do nothing
+        for a key whose lease has ended. Raises ValueError for a watermark that goes back."""
         if lease := self._leases.of(key):
             lease.advance(upto_token, upto_layer)
 
@@ -145,11 +149,11 @@ class Source:
         self._leases.finish(key)
 
     def cancel(self, key: Hashable) -> None:
-        """End the lease and its dialogue. Idempotent."""
+        """Cancel the lease of `key` and its dialogues. Idempotent."""
         self._leases.cancel(key)
 
     def renew(self, lease_id: bytes) -> bool:
-        """Let the lease live its ttl from now; False where it has ended."""
+        """Extend the lease to its ttl from now; return False if it has ended."""
         return self._leases.renew(lease_id)
 
     @property
@@ -158,16 +162,16 @@ class Source:
 
     @property
     def num_tickets(self) -> int:
-        """Return the number of tickets that may still be used, or are in use."""
+        """Return the number of tickets that are, or may still be, in use."""
         return self._leases.num_fetches
 
     @property
     def num_connections(self) -> int:
-        """Return the number of connections of all transports, unauthenticated ones included."""
+        """Return the number of connections over all transports, including those without a checked ticket."""
         return sum(map(len, self._connections.values()))
 
     async def stop(self) -> None:
-        """End every dialogue and every lease, and remove the sockets."""
+        """End all dialogues and leases, and remove the sockets."""
         await self._listeners.close()
         if self._reaper:
             self._reaper.cancel()
@@ -176,7 +180,7 @@ class Source:
         await asyncio.gather(*ending, *([self._reaper] if self._reaper else []), return_exceptions=True)
 
     async def serve(self, line: Line, transport: str) -> None:
-        """Serve one dialogue on a line that was accepted."""
+        """Serve one dialogue on an accepted connection."""
         await SourceDialogue(self._context, line, transport, self._connections[transport].establish).run()
 
     def _accept(self, line: Line, transport: str) -> None:

@@ -1,4 +1,4 @@
-"""The source's side of one dialogue."""
+"""Serve one taker: the source's side of a dialogue."""
 
 import asyncio
 import contextlib
@@ -37,9 +37,9 @@ from kvtransfer.wire import (
     range_to_proto,
 )
 
-GENERATION_BYTES = 8  # of a block in a Ready
-MAX_UNACKED = 4  # ranges under way; the taker's room is what holds the source back
-TAKEOVER_S = 1.5  # a live taker is heard every second
+GENERATION_BYTES = 8  # per block in a Ready frame
+MAX_UNACKED = 4  # ranges under way, so that a slow taker slows the source down
+TAKEOVER_S = 1.5  # a live taker sends something every second
 _MAX_REPLIES = 64
 _MAX_SHARES = 1024
 
@@ -48,7 +48,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class SourceContext:
-    """What every dialogue of a source needs of it."""
+    """What all dialogues of a source share."""
 
     pool: LocalPool
     numerics_class: str
@@ -58,21 +58,21 @@ class SourceContext:
     generations: Callable[[int], int]
     state_generations: Callable[[int], int]
     counters: Counter
-    dialogues: dict[tuple[bytes, int], "SourceDialogue"]  # by fetch id and share: one at a time
-    grace_s: float  # for which a ticket that another rank has minted may be known there alone
+    dialogues: dict[tuple[bytes, int], "SourceDialogue"]  # by fetch id and share; each has one dialogue at a time
+    grace_s: float  # how long to wait for news of a ticket that another rank has minted
 
 
 class _WantedShare:
-    """What a taker wants here: one share of a lease, as it is in the pool and as it travels."""
+    """One share of a lease that a taker wants: where it is in the pool, and how it travels."""
 
     def __init__(self, context: SourceContext, transport: str, lease: Lease, want: kv_pb2.Want):
-        """Raises LayoutMismatch, ProtocolError, before anything is allocated."""
+        """Check the Want. Raises LayoutMismatch, ProtocolError, before anything is allocated."""
         taker, layout = layout_from_proto(want.layout), context.pool.layout
         if want.transport != transport:
             raise ProtocolError(f"Want for {want.transport} on a {transport} line")
         if not 1 <= want.num_shares <= _MAX_SHARES:
             raise ProtocolError(f"a fetch of {want.num_shares} shares: 1 to {_MAX_SHARES}")
-        relation(layout, context.numerics_class, taker, context.numerics_class)  # classes were compared at the Offer
+        relation(layout, context.numerics_class, taker, context.numerics_class)  # the offer has compared the classes
         box = box_from_proto(want.part, layout)
         self.index = want.share
         self.extent = extent = extent_of(lease, layout, box)
@@ -83,29 +83,31 @@ class _WantedShare:
         self._in_blocks = want.in_blocks
         if want.in_blocks and (extent.is_state or taker.groups[box.group] != layout.groups[box.group]):
             raise ProtocolError("whole blocks are wanted, but here they are of another size or form")
-        self._wire = taker.groups[box.group] if self.sends else cells.group  # its form is what travels
+        self._wire = taker.groups[box.group] if self.sends else cells.group  # bytes travel in this group's form
         self._codec = context.codec
         layers = range(cells.first_layer, cells.first_layer + cells.num_layers)
         self.sent, self.acked = (Cursor(want.token_begin, extent.num_tokens, layers) for _ in range(2))
         self.block_ids = [block.block_id for block in extent.blocks]
-        self.generations = [block.generation for block in extent.blocks]  # when they were leased
+        self.generations = [block.generation for block in extent.blocks]  # at the time of the lease
         self.ids = context.pool.host.check_ids(self.block_ids, extent.is_state)
 
     def wire_bytes(self, moved: Range) -> int:
-        """Return the bytes of the range as it travels."""
+        """Return how many bytes of the range travel."""
         rows = (
             self.cells.group.num_kinds * self.cells.num_heads * (moved.layer_end - moved.layer_begin) * moved.num_tokens
         )
         return rows * sum(row_sizes(self._wire))
 
     def token_cost(self) -> int:
-        """Return the bytes of all layers of one token in a range, raised so that its digests fit into a frame too."""
+        """Return the bytes of one token over all layers, or more where the digests of a range of MAX_RANGE_BYTES would
+        otherwise not fit in a frame."""
         one = Range(0, 1, self.cells.first_layer, self.cells.first_layer + self.cells.num_layers)
         digests = self.digests.shape(one)[1] * self.digests.cell_bytes
         return max(1, self.wire_bytes(one), digests * MAX_RANGE_BYTES // (SPAN_TOKENS * MAX_FRAME_BYTES // 2))
 
     def max_stretch(self) -> int:
-        """Return the number of tokens, whole spans, of which digests of one layer and generations fit into a frame."""
+        """Return how many tokens (a multiple of 64) a range of one layer may have so that its digests and generations
+        fit in a frame."""
         first = self.cells.first_layer
         _, num_digests = self.digests.shape(Range(0, SPAN_TOKENS, first, first + 1))
         num_blocks = -(-SPAN_TOKENS // self.cells.block_size)
@@ -113,7 +115,8 @@ class _WantedShare:
         return MAX_FRAME_BYTES // 2 // span_bytes * SPAN_TOKENS
 
     def digest(self, moved: Range) -> tuple[np.ndarray, Iterable[list[memoryview]]]:
-        """Return the digests of the range as it travels, and the buffers that do; mostly in a thread."""
+        """Return the digests of the range in the form that travels, and the buffers to send; called mostly in a
+        thread."""
         self.cells.each(self.ids, moved, self.cells.memory.refresh)
         if self._wire.form != self.cells.form:
             parts = encode(self.cells, self.ids, moved, self._wire, self._codec)
@@ -130,12 +133,12 @@ class _Prepared(NamedTuple):
 
 
 class _Delivery:
-    """The sending of one share, from the lease's first token that is wanted to the taker's End."""
+    """Send one share, from the first token that is wanted until the taker's End."""
 
     def __init__(
         self, context: SourceContext, line: Line, lease: Lease, fetch: Fetch, share: _WantedShare, heard: asyncio.Event
     ):
-        """`heard` is set whenever the taker says something."""
+        """Keep what the dialogue was opened with; `heard` is set on every frame of the taker."""
         self._context = context
         self._line = line
         self._lease = lease
@@ -197,7 +200,7 @@ class _Delivery:
             self._context.leases.confirm(self._lease, self._fetch, self._share.index)
 
     async def _prepare_all(self) -> None:
-        """Digest a range while the one before it is sent."""
+        """Digest each range while the range before it is sent."""
         lease, share, sent = self._lease, self._share, self._share.sent
         token_bytes, max_bytes = share.token_cost(), MAX_SENT_BYTES if share.sends else MAX_RANGE_BYTES
         max_stretch = share.max_stretch()
@@ -216,8 +219,8 @@ class _Delivery:
             await self._prepared.put(_Prepared(moved, digests, payload))
 
     async def _announce_all(self) -> None:
-        """Announce what is prepared, beside the listening: a taker that has everything already says so and goes before
-        it can be shared with."""
+        """Announce the prepared ranges. This runs beside `_listen`, since a taker that already has everything says so
+        and leaves before memory can be shared with it."""
         share = self._share
         await self._line.share_memory()
         while True:
@@ -234,8 +237,7 @@ class _Delivery:
             await self._line.send(kv_pb2.KVFrame(ready=ready), payload)
 
     def _generations(self, moved: Range) -> list[int]:
-        """Return the generations of the blocks that the range touches. Raises StaleBlocks unless they are those of the
-        lease."""
+        """Return the generations of the range's blocks. Raises StaleBlocks if they have changed since the lease."""
         self._lease.check_alive()
         share, context = self._share, self._context
         blocks = blocks_of(moved, share.cells.block_size)
@@ -246,16 +248,18 @@ class _Delivery:
         return generations
 
     async def _reply(self) -> None:
-        """Send the answers to the taker: they wait for the payload under way, reading and renewing must not."""
+        """Send the replies to the taker. They wait for a payload under way, which must not delay reading and
+        renewing."""
         while True:
             await self._line.send(await self._replies.get())
 
 
 class SourceDialogue:
-    """One line, one share of one fetch: from Want to End. A failure ends this dialogue only."""
+    """One share of one fetch over one connection, from Want to End. A failure ends only this dialogue."""
 
     def __init__(self, context: SourceContext, line: Line, transport: str, establish: Callable[[], None]):
-        """`establish()` is called when the ticket is checked; what it raises ends the dialogue."""
+        """Keep what a dialogue needs. `establish()` is called when the ticket is checked; an error that it raises ends
+        the dialogue."""
         self._context = context
         self._line = line
         self._transport = transport
@@ -263,7 +267,7 @@ class SourceDialogue:
         self._heard, self._over = asyncio.Event(), asyncio.Event()
 
     async def run(self) -> None:
-        """Serve the taker. Never raises but for cancellation; the line is closed behind it."""
+        """Serve the taker, and close the connection. Raises nothing except cancellation."""
         try:
             await self._serve()
         except PeerLost:
@@ -280,14 +284,14 @@ class SourceDialogue:
             self._line.close()
 
     async def _send_end(self, error: KVError) -> None:
-        with contextlib.suppress(KVError):  # the other side has gone
+        with contextlib.suppress(KVError):  # the other side may be gone
             await self._line.send(end_frame(error.status, str(error)))
             await self._line.drain()
 
     async def _serve(self) -> None:
         context, want = self._context, await self._first()
         lease = await self._authorise(want)
-        self._establish()  # also where it waits for its place: it is no stranger
+        self._establish()  # before any wait in _take_over: this connection has shown its ticket
         share = _WantedShare(context, self._transport, lease, want)
         name = (want.ticket.fetch_id, want.share)
         while (earlier := context.dialogues.get(name)) is not None:
@@ -303,7 +307,7 @@ class SourceDialogue:
             context.leases.leave(lease, fetch)
 
     async def _first(self) -> kv_pb2.Want:
-        """Return the Want. Raises PeerLost where it is not there in time, ProtocolError for anything else."""
+        """Return the Want. Raises PeerLost if none comes within WANT_S, ProtocolError for any other frame."""
         try:
             async with asyncio.timeout(WANT_S):
                 frame = await self._line.receive()
@@ -314,8 +318,8 @@ class SourceDialogue:
         return frame.want
 
     async def _take_over(self, earlier: "SourceDialogue") -> None:
-        """Take over from a dialogue of the same ticket and share, whose taker has come back before its line was seen to
-        break. Raises TicketRefused where that taker is still heard: then the ticket was overheard."""
+        """Replace a dialogue of the same ticket and share: its taker reconnects before the old connection was found
+        broken. Raises TicketRefused if the old connection still sends frames, since then the ticket was stolen."""
         earlier._heard.clear()
         waits = [asyncio.ensure_future(event.wait()) for event in (earlier._heard, earlier._over)]
         try:
@@ -323,7 +327,7 @@ class SourceDialogue:
         finally:
             for wait in waits:
                 wait.cancel()
-        if waits[0] in done and not earlier._over.is_set():  # not by the event, which another line may have cleared
+        if waits[0] in done and not earlier._over.is_set():  # `_heard` itself may be cleared by now
             log.warning(
                 "a KV ticket was shown a second time while its taker is served: refused, on %s", self._transport
             )

@@ -1,4 +1,4 @@
-"""Authorize the pull of a lease: tickets that only the source's process can mint and check."""
+"""Authorize the pull of a lease by tickets that only the source's process can mint and check."""
 
 import hmac
 import secrets
@@ -13,14 +13,15 @@ _DOMAIN = b"baton-ticket-1"
 
 
 class TicketMint:
-    """`key`: 32 random bytes that die with the process, so a ticket never outlives the pool that it opens; the ranks of
-    one source share it."""
+    """Mint and check tickets. `key`: 32 random bytes that live as long as the process, so that no ticket outlives the
+    pool that it opens; the ranks of one source share them."""
 
     def __init__(self, key: bytes | None = None):
         self._key = key or secrets.token_bytes(32)
 
     def mint(self, lease_id: bytes, taker_instance: bytes, taker_epoch: int, fetch_id: bytes | None = None) -> bytes:
-        """Return a ticket of its own fetch id; the same taker may show it again to continue after a broken line."""
+        """Return a ticket with a new fetch id, or with `fetch_id`. The same taker may use it again to continue after a
+        broken connection."""
         ticket = kv_pb2.Ticket(
             lease_id=lease_id, taker_instance=taker_instance, taker_epoch=taker_epoch,
             fetch_id=fetch_id or secrets.token_bytes(16),
@@ -29,7 +30,7 @@ class TicketMint:
         return ticket.SerializeToString()
 
     def check(self, ticket: kv_pb2.Ticket, taker_instance: bytes, taker_epoch: int) -> None:
-        """Raises TicketRefused unless this process minted `ticket`, and for exactly this taker."""
+        """Raise TicketRefused unless this process minted `ticket` for exactly this taker."""
         if not hmac.compare_digest(ticket.mac, self._mac(ticket)):
             raise TicketRefused("the ticket was not minted by this process: ask for another Offer")
         if (ticket.taker_instance, ticket.taker_epoch) != (taker_instance, taker_epoch):
@@ -42,7 +43,7 @@ class TicketMint:
 
 
 def parse_ticket(data: bytes) -> kv_pb2.Ticket:
-    """Return the ticket. Raises ProtocolError for bytes that are none."""
+    """Return the ticket. Raises ProtocolError for bytes that are no ticket."""
     try:
         return kv_pb2.Ticket.FromString(data)
     except DecodeError as error:

@@ -1,1 +1,1 @@
-"""Ways between two pools (inproc, shm, tcp, grpc, cuda_ipc, nixl) behind one contract, and the choice among them."""
+"""Connect two pools (inproc, shm, tcp, grpc, cuda_ipc, nixl) behind one contract, and choose among these transports."""

@@ -1,5 +1,5 @@
-"""CUDA IPC: the source hands the key of its GPU allocation over a unix socket, the taker copies within the GPU, or from
-one GPU to another of the same host. Also between two processes on one GPU."""
+"""Move KV by CUDA IPC: the source sends the handle of its GPU allocation over a unix socket, and the taker copies
+within one GPU or between two GPUs of one host. Two processes on one GPU can use this too."""
 
 import asyncio
 import logging
@@ -23,21 +23,22 @@ from kvtransfer.transports.socket_folder import SocketFolder, is_gone, socket_pa
 from kvtransfer.transports.socket_line import SocketLine, SocketListener
 from kvtransfer.wire import MAX_TAKER_FRAME_BYTES
 
-_BUSY_S = 0.002  # so long an event is asked for at every turn of the loop, then every _PAUSE_S
+_BUSY_S = 0.002  # for so long an event is polled at every turn of the event loop, later every _PAUSE_S
 _PAUSE_S = 0.0002
-OPEN_S = 5.0  # to map a source's pool: tens of GiB, and the first time a context on its GPU
-WATCH_S = 1.0  # between two looks whether a source is gone
-STUCK_S = 30.0  # for a copy of milliseconds; then the GPU hangs
+OPEN_S = 5.0  # to map a source's pool of tens of GiB, and at first to make a context on its GPU
+WATCH_S = 1.0  # between two checks whether a source's process has ended
+STUCK_S = 30.0  # a copy takes milliseconds; after this time the GPU hangs
 _ADDRESS = re.compile(r"(?P<socket>[^@]+)@(?P<gpu>[0-9A-Fa-f:.]{1,31})")
 
 log = logging.getLogger(__name__)
 
 
 class CudaIpcListener:
-    """`address`: the socket below `parent`, and the GPU that holds the pool."""
+    """Accept takers of a GPU allocation. `address` names the socket below `parent`, and the GPU that holds the pool."""
 
     def __init__(self, region: DeviceRegion, block_bytes: int, parent: Path, on_line: Callable):
-        """Raises OSError when there can be no socket below `parent`, CudaError for memory that cannot be shared."""
+        """Listen below `parent`. Raises OSError if no socket can be made there, CudaError for memory that cannot be
+        shared."""
         handle, gpu = region.handle, region.runtime.pci_id(region.device)
         self._folder = SocketFolder(parent)
         self.address = f"{self._folder.address}@{gpu}"
@@ -61,9 +62,10 @@ class _CudaSourceLine(SocketLine):
 
 
 class OpenRegions:
-    """Allocations of other processes, by their socket, which a process makes again at every start: opened once, kept
-    for the next fetch, and closed when that process is gone, which else could not have its memory back. Opening maps
-    tens of GiB and closing waits for the device, so both run in threads. Belongs to the event loop."""
+    """Keep allocations of other processes open from one fetch to the next. They are known by the source's socket, which
+    is new at every start of its process, and are closed when that process has ended, since its memory would not be
+    freed before. Opening maps tens of GiB and closing waits for the device, so both run in threads. Called in the event
+    loop."""
 
     def __init__(self, region: DeviceRegion):
         self._region = region
@@ -75,13 +77,13 @@ class OpenRegions:
         return len(self._open)
 
     async def open(self, source: Path, mapping: kv_pb2.Mapping) -> int:
-        """Return its address here; to be given back by `leave`. Raises TransportBroken where it cannot be opened, or
-        copies of it arrive wrong."""
+        """Open an allocation, or use an open one; return its address here. `leave` ends the use. Raises TransportBroken
+        if it cannot be opened or copies from it arrive wrong."""
         key = (source, mapping.access)
         if key not in self._open:
             loop = asyncio.get_running_loop()
             self._open[key] = loop.run_in_executor(None, self._map, mapping)
-            self._open[key].add_done_callback(lambda done: done.cancelled() or done.exception())  # seen
+            self._open[key].add_done_callback(lambda done: done.cancelled() or done.exception())  # mark as retrieved
         if self._watching is None or self._watching.done():
             self._watching = asyncio.create_task(self._watch(), name="sources of cuda_ipc")
         self._users[key] += 1
@@ -98,7 +100,7 @@ class OpenRegions:
             raise
 
     def leave(self, source: Path, handle: bytes) -> None:
-        """Give back what `open` returned; the allocation stays open."""
+        """End one use of an allocation, which stays open."""
         key = (source, handle)
         self._users[key] -= 1
         done = self._open[key]
@@ -106,7 +108,7 @@ class OpenRegions:
             del self._open[key], self._users[key]
 
     def close(self) -> None:
-        """Close all of them. No fetch may be under way."""
+        """Close all allocations. No fetch may be under way."""
         if self._watching is not None:
             self._watching.cancel()
         for key in list(self._open):
@@ -114,7 +116,7 @@ class OpenRegions:
                 self._region.runtime.close_handle(address)
 
     def _map(self, mapping: kv_pb2.Mapping) -> int:
-        """In a thread. Raises CudaError, TransportBroken."""
+        """Open an allocation and check copies from it; called in a thread. Raises CudaError, TransportBroken."""
         region, runtime = self._region, self._region.runtime
         runtime.set_device(region.device)
         address = runtime.open_handle(mapping.access)
@@ -133,7 +135,7 @@ class OpenRegions:
         return address
 
     async def _watch(self) -> None:
-        """Close what belongs to processes that are gone, as long as anything is open."""
+        """Close unused allocations of processes that have ended, as long as any allocation is open."""
         while self._open:
             await asyncio.sleep(WATCH_S)
             for key in [key for key in self._open if not self._users[key] and is_gone(key[0])]:
@@ -148,7 +150,7 @@ class OpenRegions:
             log.warning("memory of a source that is gone could not be closed: %s", error)
 
     def _taken(self, key: tuple[Path, bytes]) -> int:
-        """Return the address, now the caller's to close; 0 where there is none yet."""
+        """Forget an allocation and return its address, which the caller closes; 0 if it is not open yet."""
         done = self._open[key]
         if not done.done():
             return 0
@@ -158,8 +160,8 @@ class OpenRegions:
 
 
 class Copier:
-    """Keep a taker's resources from one fetch to the next: a stream of its own, so that copies wait for no kernel, and
-    the allocations of its sources."""
+    """Keep a taker's resources from one fetch to the next: the allocations of its sources, and a stream of its own, so
+    that copies wait for no kernel."""
 
     def __init__(self, region: DeviceRegion):
         self.region = region
@@ -173,10 +175,10 @@ class Copier:
         self.runtime.destroy_stream(self.stream)
 
     async def copy(self, source: int, runs: np.ndarray, within_s: float) -> None:
-        """Copy runs of the source's pool into one's own. `source`: its address here; `runs`: int64 [n, 6] of
-        byte_runs.merged_runs. Raises PeerLost when the copies have taken longer than `within_s`. A copy cannot be
-        stopped: however this ends, it has completed, so that the blocks may be used again. Only DeviceHangs says that
-        it may still run: then the process has to end."""
+        """Copy runs of the source's pool, at address `source` here, into the taker's; `runs`: int64 [n, 6] of
+        byte_runs.merged_runs. Raises PeerLost if the copies take longer than `within_s`. Copies cannot be stopped, so
+        this ends only when they are done and the blocks may be used again. Only after DeviceHangs may a copy still run;
+        then the process has to end."""
         runtime = self.runtime
         runtime.set_device(self.region.device)
         event = runtime.make_event()
@@ -228,8 +230,8 @@ class _CudaTakerLine(MappedLine):
         self._source, self._mapping = source, mapping
 
     async def read(self, runs: np.ndarray) -> None:
-        """Copy `runs`, int64 [n, 6] of byte_runs.merged_runs. Raises ProtocolError before the source has shared its
-        memory or for runs beyond it, PeerLost as Copier.copy."""
+        """Copy `runs`, int64 [n, 6] of byte_runs.merged_runs. Raises ProtocolError if the source has not shared its
+        memory or a run is outside it, PeerLost as Copier.copy."""
         if not self._source:
             raise ProtocolError("Ready before the source has shared its memory")
         check_within(runs, self._mapping.num_bytes)
@@ -243,7 +245,7 @@ class _CudaTakerLine(MappedLine):
 
 
 async def connect(address: str, parent: Path, copier: Copier, block_bytes: int) -> SocketLine:
-    """Raises PeerLost, also for a GPU that the taker's cannot read."""
+    """Connect to a source. Raises PeerLost, also for a GPU whose memory the taker's GPU cannot read."""
     found = _ADDRESS.fullmatch(address)
     if not found:
         raise PeerLost(f"address {address[:80]!r} names no socket and GPU")

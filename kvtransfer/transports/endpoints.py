@@ -1,4 +1,4 @@
-"""Address a source, and open a line to it: one place that knows every transport by name."""
+"""Listen for takers and connect to sources: the one module that knows every transport by name."""
 
 import asyncio
 import ipaddress
@@ -22,16 +22,17 @@ from kvtransfer.transports.nixl_engine import NixlAgent, Segment
 from kvtransfer.transports.transport import Line
 
 _WILDCARDS = ("0.0.0.0", "::")
-_WITH_PORTS = ("grpc", "tcp", "nixl")  # in the order of their ports, where these are not the system's choice
+_WITH_PORTS = ("grpc", "tcp", "nixl")  # in the order of their ports, unless the system chooses these
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """`advertise_host`: what takers on other machines connect to; needed where `listen_host` is a wildcard and neither
-    the host's own name nor its way out tells. `socket_folder`: where processes of this host meet. `first_port`: of
-    `num_ports` ports for takers on other machines; 0: the system chooses each."""
+    """Say where a source listens. `advertise_host`: the host that takers on other machines connect to; needed if
+    `listen_host` is a wildcard and neither the host's name nor its route to others tells. `socket_folder`: where
+    processes of this host meet. `first_port`: the first of `num_ports` ports for takers on other machines; 0: the
+    system chooses each."""
 
     listen_host: str = "127.0.0.1"
     advertise_host: str | None = None
@@ -40,25 +41,25 @@ class Address:
     first_port: int = 0
 
     def port_of(self, name: str, names: Sequence[str]) -> int:
-        """Return where to listen for the transport `name` of those that are listened for; 0: the system chooses."""
+        """Return the port for the transport `name`, one of the `names` that are listened for; 0: the system chooses."""
         return self.first_port and self.first_port + _with_ports(names).index(name)
 
     def found(self) -> "Address":
-        """Return it with an `advertise_host` where it listens everywhere. Raises OSError, one line, where none is
-        known."""
+        """Return this address with an `advertise_host` if it listens everywhere. Raises OSError, one line, if none is
+        found."""
         if self.advertise_host or self.listen_host not in _WILDCARDS:
             return self
         return replace(self, advertise_host=_own_address(with_ipv6=self.listen_host == "::"))
 
     def of(self, host: str, port: int) -> str:
-        """Return where takers find a listener."""
+        """Return the address at which takers find a listener."""
         host = self.advertise_host or host
         return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def _own_address(with_ipv6: bool) -> str:
-    """Return an address of this host: one that its name leads to, else the one by which it reaches others, for
-    installers write `127.0.1.1 NAME` into /etc/hosts. Raises OSError."""
+    """Return an address of this host: one that its name resolves to, else the one from which it reaches other networks,
+    because installers write `127.0.1.1 NAME` to /etc/hosts. Raises OSError."""
     name, found, why = socket.gethostname(), [], "leads to no address"
     try:
         family = socket.AF_UNSPEC if with_ipv6 else socket.AF_INET
@@ -78,7 +79,7 @@ def _own_address(with_ipv6: bool) -> str:
 
 
 def _ways_out(with_ipv6: bool) -> Iterator[str]:
-    """Yield the addresses from which packets would go to other networks. None is sent."""
+    """Yield the addresses from which packets would go to other networks. No packet is sent."""
     elsewhere = ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1"))
     for family, target in elsewhere if with_ipv6 else elsewhere[:1]:
         with suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as sock:
@@ -87,7 +88,7 @@ def _ways_out(with_ipv6: bool) -> Iterator[str]:
 
 
 def num_ports(names: Sequence[str]) -> int:
-    """Return how many ports a source takes for these transports."""
+    """Return how many ports a source uses for these transports."""
     return len(_with_ports(names))
 
 
@@ -96,8 +97,8 @@ def _with_ports(names: Sequence[str]) -> list[str]:
 
 
 class Memories(NamedTuple):
-    """A source's pool: in host memory, the file behind that where other processes may map it, and the pool on a GPU
-    where `host` is its mirror."""
+    """A source's pool: its host memory, the file of that memory if other processes may map it, and the pool on a GPU if
+    `host` is its mirror."""
 
     host: BlockMemory
     region: Region | None
@@ -105,7 +106,7 @@ class Memories(NamedTuple):
 
 
 class Listeners:
-    """What a source listens on, one for each transport."""
+    """Hold a source's listeners, one for each transport."""
 
     def __init__(self):
         self._open: list = []
@@ -115,8 +116,8 @@ class Listeners:
         self, names: Sequence[str], pool: Memories, address: Address, host_id: str,
         on_line: Callable[[Line, str], None],
     ) -> None:  # fmt: skip
-        """One for each transport of `names` that `pool` can be read by. Raises OSError naming what cannot be listened
-        on."""
+        """Open a listener for each transport of `names` by which `pool` can be read. Raises OSError, which names what
+        cannot be listened on."""
         if num_ports(names):
             address = address.found()
         for name in names:
@@ -167,25 +168,26 @@ class Listeners:
 
 
 class Dialer:
-    """A taker's ways to the sources, with what it keeps of them from one fetch to the next."""
+    """Connect to sources, and keep what is reused from one fetch to the next."""
 
     def __init__(
         self, memory: BlockMemory, device: DeviceRegion | None, socket_folder: Path | None = None,
         security: grpc_stream.Security = grpc_stream.OPEN,
     ):  # fmt: skip
-        """`memory`: the pool that is written into; `device`: its place where it is on a GPU too."""
+        """Connect nothing yet; `memory`: the pool that is written into; `device`: the same pool on a GPU, if it is
+        there."""
         self._security = security
         self._memory = memory
         self._device = device
         self._copier: cuda_ipc.Copier | None = None
         self._agent: NixlAgent | None = None
-        self._no_agent = ""  # why there can be none
+        self._no_agent = ""  # why no agent could be made
         self._making_agent = asyncio.Lock()
         self._socket_folder = socket_folder or folder.default_parent()
         self._mappings = shm.Mappings()
 
     async def open(self, endpoint: Endpoint, layout: KVLayout) -> Line:
-        """`layout`: of the source's pool. Raises PeerLost."""
+        """Connect to `endpoint`; `layout`: that of the source's pool. Raises PeerLost."""
         match endpoint.transport:
             case "inproc":
                 return await inproc.connect(endpoint.address)
@@ -202,7 +204,7 @@ class Dialer:
                 return await tcp.connect(endpoint.address)
 
     def _own_copier(self) -> cuda_ipc.Copier:
-        """Made when it is first needed. Raises PeerLost: another transport may do."""
+        """Return the copier, made when it is first needed. Raises PeerLost, so that another transport is tried."""
         try:
             self._copier = self._copier or cuda_ipc.Copier(self._device)
         except CudaError as error:
@@ -210,8 +212,8 @@ class Dialer:
         return self._copier
 
     async def _own_agent(self) -> NixlAgent:
-        """Made when it is first needed; what cannot be made is not tried again, which each fetch would wait for. Raises
-        PeerLost: another transport may do."""
+        """Return the agent, made when it is first needed. A failure is remembered, so that later fetches do not wait
+        for another try. Raises PeerLost, so that another transport is tried."""
         async with self._making_agent:
             if self._agent is None and not self._no_agent:
                 try:
@@ -223,7 +225,7 @@ class Dialer:
             return self._agent
 
     def close(self) -> None:
-        """Unmaps the pools of other processes. No fetch may be under way."""
+        """Unmap the pools of other processes. No fetch may be under way."""
         self._mappings.clear()
         if self._copier:
             self._copier.close()
@@ -234,7 +236,7 @@ class Dialer:
 
 
 async def _agent(host: BlockMemory, device: DeviceRegion | None) -> NixlAgent:
-    """Over a pool where it is: on a GPU, or in host memory. Raises TransferFailed."""
+    """Make an agent over a pool, on the GPU or in host memory. Raises TransferFailed."""
     return await asyncio.get_running_loop().run_in_executor(None, _make_agent, host, device)  # most of a second
 
 

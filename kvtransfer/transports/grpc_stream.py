@@ -1,8 +1,7 @@
-"""gRPC: one stream of raw messages per dialogue, for networks that let HTTP/2 through and nothing else.
+"""Move KV over gRPC, one stream of raw messages per dialogue, for networks that let only HTTP/2 through.
 
-A message is a frame, or a zero byte and up to CHUNK_BYTES of what follows a frame. No protobuf around KV; still every
-byte is copied about six times on its way, so this is the last choice.
-"""
+A message is a frame, or a zero byte and up to CHUNK_BYTES of a payload. KV bytes are not wrapped in protobuf; still
+each byte is copied about six times on its way, so this transport is the last choice."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterable
@@ -26,11 +25,11 @@ from kvtransfer.wire import (
 )
 
 SERVICE, METHOD = "baton.kv.Raw", "Pull"
-# Both ends on one core moved 0.25, 0.38, 0.6, 0.83, 0.7 GB/s with 64, 128, 256, 512, 1000 KiB: a message costs 0.2 ms
-# whatever it holds, and large ones are allocated afresh, page by page.
+# Measured with both ends on one core: 0.25, 0.38, 0.6, 0.83, 0.7 GB/s with chunks of 64, 128, 256, 512, 1000 KiB. A
+# message costs 0.2 ms whatever its size, and large ones are allocated afresh, page by page.
 CHUNK_BYTES = 512 << 10
-_PAYLOAD = b"\0"  # frames begin with their magic
-_MAX_WAITING = 4  # messages of a source read ahead of the dialogue; of a taker one, which may be any client
+_PAYLOAD = b"\0"  # first byte of a message with payload; frames begin with their magic
+_MAX_WAITING = 4  # messages of a source that are read ahead; of a taker, which may be any client, one is
 _DRAIN_S = 1.0
 _STOP_S = 0.5
 _OPTIONS = (
@@ -40,19 +39,19 @@ _OPTIONS = (
 _TAKER_OPTIONS = (
     *_OPTIONS,
     ("grpc.max_receive_message_length", MAX_FRAME_BYTES + HEADER_BYTES),
-    ("grpc.use_local_subchannel_pool", 1),  # each dialogue has a connection of its own, so none waits for another
+    ("grpc.use_local_subchannel_pool", 1),  # one connection per dialogue, so that no dialogue waits for another
     ("grpc.http2.lookahead_bytes", 4 << 20),
-    ("grpc.enable_http_proxy", 0),  # of http_proxy: it is for the world outside, KV goes to another worker
+    ("grpc.enable_http_proxy", 0),  # http_proxy is for other networks; KV goes to another worker
 )
 _SERVER_OPTIONS = (
     *_OPTIONS,
     ("grpc.max_receive_message_length", MAX_TAKER_FRAME_BYTES + HEADER_BYTES),
-    ("grpc.max_concurrent_streams", 4),  # of one connection, and a taker has one for each dialogue
-    # What is read ahead of a stranger: small frames alone come this way.
+    ("grpc.max_concurrent_streams", 4),  # per connection; a taker has one connection per dialogue
+    # Read little ahead, since any client may connect: takers send only small frames.
     ("grpc.http2.lookahead_bytes", 4 * MAX_TAKER_FRAME_BYTES),
     ("grpc.http2.bdp_probe", 0),
     ("grpc.so_reuseport", 0),
-    # A process that hangs is noticed after the ping's timeout; that of keepalive itself has no effect in 1.85.
+    # A process that hangs is noticed after the ping timeout; gRPC 1.85 ignores the timeout of keepalive.
     ("grpc.keepalive_time_ms", 2000),
     ("grpc.http2.ping_timeout_ms", 3000),
     ("grpc.server_handshake_timeout_ms", 5000),  # gRPC's own is 120 s
@@ -60,17 +59,17 @@ _SERVER_OPTIONS = (
     (
         "grpc.compression_enabled_algorithms_bitset",
         1 << grpc.Compression.NoCompression,
-    ),  # expanded before it is measured
+    ),  # gRPC expands a message before it checks its size
 )
 
 
 class Security(NamedTuple):
-    """Credentials of the streams. Without any: plain text, and open to all that have a ticket."""
+    """Credentials of the streams. Without any, streams are plain text and open to every process that has a ticket."""
 
     server: grpc.ServerCredentials | None = None
     interceptors: tuple[grpc.aio.ServerInterceptor, ...] = ()
-    channel: Callable[[], grpc.ChannelCredentials] | None = None  # for a connection that is made now
-    server_name: str = ""  # that a source must have in its certificate
+    channel: Callable[[], grpc.ChannelCredentials] | None = None  # read anew for each connection
+    server_name: str = ""  # the name that a source's certificate must have
 
 
 OPEN = Security()
@@ -78,22 +77,23 @@ _BROKEN = (grpc.RpcError, grpc.aio.UsageError, grpc.aio.InternalError, asyncio.I
 
 
 class GrpcLine:
-    """Two tasks do the call's own reads and writes: cancelling one of those would end the call and its last words."""
+    """One end of a stream. Two tasks do all reads and writes of the call, since cancelling one of those would end the
+    call and lose its last frames."""
 
     def __init__(
         self, call: "_TakerCall | _SourceCall", max_frame_bytes: int = MAX_FRAME_BYTES, max_waiting: int = _MAX_WAITING
     ):
-        """`max_waiting`: messages that are read ahead."""
+        """Run the reading and writing tasks of `call`; `max_waiting`: how many messages are read ahead."""
         self._call = call
         self._max_frame_bytes = max_frame_bytes
         self._silence_s = SILENCE_S
-        self._incoming: asyncio.Queue[bytes | None] = asyncio.Queue()  # None: the other side says no more
+        self._incoming: asyncio.Queue[bytes | None] = asyncio.Queue()  # None: the other side has ended
         self._room = asyncio.Semaphore(max_waiting)
         self._outgoing: asyncio.Queue[bytes] = asyncio.Queue(1)
         self._sending = asyncio.Lock()
         self._lost = ""
         self._sent_end = False
-        self.ended = asyncio.Event()  # nothing is read or written any more
+        self.ended = asyncio.Event()  # set when nothing is read or written any more
         self._reading, self._writing = asyncio.create_task(self._read()), asyncio.create_task(self._write())
         self._finishing: asyncio.Task | None = None
 
@@ -102,7 +102,7 @@ class GrpcLine:
         return None
 
     async def share_memory(self) -> None:
-        """Nothing to share: the source sends."""
+        """Do nothing: the source sends the bytes."""
 
     async def send(self, frame: kv_pb2.KVFrame, payload: Iterable[list[memoryview]] = ()) -> None:
         async with self._sending:
@@ -114,8 +114,8 @@ class GrpcLine:
                         await self._put(b"".join((_PAYLOAD, buffer[begin : begin + CHUNK_BYTES])))
 
     async def receive(self) -> kv_pb2.KVFrame:
-        """Return the next frame. Raises ProtocolError for a frame of another length than its message, PeerLost when the
-        line breaks."""
+        """Return the next frame. Raises ProtocolError if its length is not that of its message, PeerLost when the line
+        breaks."""
         message = await self._next()
         length = frame_length(message[:HEADER_BYTES], self._max_frame_bytes)
         if length != len(message) - HEADER_BYTES:
@@ -124,7 +124,7 @@ class GrpcLine:
 
     async def receive_payload(self, groups: Iterable[list[memoryview]]) -> None:
         """Fill the groups of buffers with the next bytes. Raises ProtocolError for more bytes than announced, PeerLost
-        when the line breaks, or the error that the source's End carries."""
+        when the line breaks, and the error of the source's End frame if one comes instead."""
         chunk = memoryview(b"")
         for group in groups:
             for buffer in group:
@@ -139,7 +139,7 @@ class GrpcLine:
             raise ProtocolError(f"{len(chunk)} bytes more than were announced")
 
     async def _next_chunk(self) -> memoryview:
-        """Return the next bytes. Raises the source's own error when it cannot continue."""
+        """Return the next bytes of a payload. Raises the error of the source's End frame if one comes instead."""
         message = await self._next()
         if message[:1] == _PAYLOAD:
             return memoryview(message)[1:]
@@ -165,8 +165,9 @@ class GrpcLine:
             self._finishing = asyncio.create_task(self._finish(clean))
 
     async def _finish(self, clean: bool) -> None:
-        """A call that is cancelled may lose the End that was written last, so the other side may end it first. And a
-        handler must not return amid a write: gRPC would refuse to end the call, which then stays open."""
+        """End the call. A cancelled call may lose the End frame that was written last, so after one the other side is
+        given time to end the call first. A handler must not return during a write: gRPC would then never end the
+        call."""
         try:
             if not clean:
                 while not self._outgoing.empty():
@@ -182,12 +183,12 @@ class GrpcLine:
             self._writing.cancel()
             self.ended.set()
             await self._call.end()
-            # The traceback of what was cancelled holds this line: a circle. Its call would keep the connection open
-            # until the server finds it idle (seen: 18 to 22 s), or the collector comes.
+            # The cancelled tasks' tracebacks refer to this object, in a circle. Without this its call would keep the
+            # connection open until the server finds it idle (measured: 18 to 22 s), or the garbage collector runs.
             del self._reading, self._writing, self._call
 
     def _lose(self, why: str) -> None:
-        """Wake readers and writers of this stream with the reason of its loss."""
+        """Wake readers and writers of this stream with the reason `why` it is lost."""
         self._lost = self._lost or why
         self._incoming.put_nowait(None)
         self._room.release()
@@ -215,7 +216,7 @@ class GrpcLine:
         return message
 
     async def _read(self) -> None:
-        """Until the other side has ended the call. Nothing is kept of what comes behind the end of this one."""
+        """Read messages until the other side has ended the call. After `close` they are dropped."""
         try:
             await self._room.acquire()
             while (message := await self._call.read()) is not None:
@@ -224,10 +225,11 @@ class GrpcLine:
                     await self._room.acquire()
         except _BROKEN as error:
             self._lost = self._lost or f"the line broke: {_cause(error)}"
-        self._incoming.put_nowait(None)  # a taker that has closed its half may still be spoken to
+        self._incoming.put_nowait(None)  # frames can still be sent to a taker that has closed its half
 
     async def _write(self) -> None:
-        """Take messages from the queue even when the line is lost, so that no sender waits for room for ever."""
+        """Write messages. They are taken from the queue even when the stream is lost, so that no sender waits for
+        ever."""
         while True:
             message = await self._outgoing.get()
             try:
@@ -276,17 +278,17 @@ class _SourceCall:
         await self._context.write(message)
 
     async def done_writing(self) -> None:
-        """The handler's return ends the call."""
+        """Do nothing: the handler's return ends the call."""
 
     def cancel(self) -> None:
-        """Not for servers: a taker that reads no more is dropped with its connection, see _SERVER_OPTIONS."""
+        """Do nothing: a taker that no longer reads is dropped with its connection, see _SERVER_OPTIONS."""
 
     async def end(self) -> None:
-        """The handler's return ends the call."""
+        """Do nothing: the handler's return ends the call."""
 
 
 class GrpcListener:
-    """A server of one method. `port` is the one that it listens on."""
+    """Accept takers over a gRPC server of one method, which listens on `port`."""
 
     def __init__(self, server: grpc.aio.Server, on_line: Callable):
         self._server = server
@@ -308,9 +310,9 @@ class GrpcListener:
 
 
 async def listen(host: str, on_line: Callable, security: Security = OPEN, port: int = 0) -> GrpcListener:
-    """`port` 0: the system chooses. Raises OSError naming the host."""
+    """Listen for takers; `port` 0: the system chooses. Raises OSError, which names the host."""
     if port:
-        (await tcp.listening(host, port)).close()  # gRPC would say over many lines on stderr that it is taken
+        (await tcp.listening(host, port)).close()  # raises if it is taken; gRPC would write many lines to stderr
     server = grpc.aio.server(options=_SERVER_OPTIONS, interceptors=security.interceptors)
     listener = GrpcListener(server, on_line)
     address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
@@ -326,7 +328,7 @@ async def listen(host: str, on_line: Callable, security: Security = OPEN, port: 
 
 
 async def connect(address: str, security: Security = OPEN) -> GrpcLine:
-    """`address`: host:port. Raises PeerLost."""
+    """Connect to a source at `address`, host:port. Raises PeerLost."""
     channel = _channel(address, security)
     try:
         async with asyncio.timeout(tcp.CONNECT_S):
@@ -348,7 +350,7 @@ def _channel(address: str, security: Security) -> grpc.aio.Channel:
         return grpc.aio.insecure_channel(address, options=_TAKER_OPTIONS)
     try:
         credentials = security.channel()
-    except OSError as error:  # a certificate that is not there for a moment
+    except OSError as error:  # a certificate may be missing while it is replaced
         raise PeerLost(f"{error.filename}: {error.strerror}") from error
     named = ("grpc.ssl_target_name_override", security.server_name)
     return grpc.aio.secure_channel(address, credentials, options=(*_TAKER_OPTIONS, named))

@@ -1,4 +1,4 @@
-"""Same process: the dialogue goes through two queues, the taker copies out of the source's pool, once."""
+"""Move KV within one process: the dialogue uses two queues, the taker copies once from the source's pool."""
 
 import asyncio
 import secrets
@@ -13,7 +13,7 @@ _listeners: dict[str, "InprocListener"] = {}
 
 
 class InprocListener:
-    """Reached by takers on the same event loop. `memory`: the pool that they may read."""
+    """Accept takers of the same event loop, which may read the pool `memory`."""
 
     def __init__(self, memory: BlockMemory, on_line: Callable):
         self.name = secrets.token_hex(16)
@@ -27,6 +27,8 @@ class InprocListener:
 
 
 class InprocLine:
+    """One end of a dialogue within a process."""
+
     def __init__(self, own_memory: BlockMemory | None):
         self.source_memory: BlockMemory | None = None
         self._own_memory = own_memory
@@ -42,7 +44,7 @@ class InprocLine:
             self._peer.source_memory = self._own_memory
 
     async def send(self, frame: kv_pb2.KVFrame, payload: Iterable[list[memoryview]] = ()) -> None:
-        """Give a copy of the frame to the peer. Raises PeerLost when the line is closed."""
+        """Give a copy of the frame to the other side. Raises PeerLost when the line is closed."""
         if self._peer is None:
             raise PeerLost("the line was closed")
         copied = kv_pb2.KVFrame()
@@ -61,11 +63,11 @@ class InprocLine:
         return frame
 
     async def receive_payload(self, groups: Iterable[list[memoryview]]) -> None:
-        """Raise ProtocolError: the taker reads, no bytes follow a frame."""
+        """Raise ProtocolError: where the taker reads, no bytes follow a frame."""
         raise ProtocolError("nothing follows a frame where the taker reads")
 
     async def drain(self) -> None:
-        """Return at once: what was sent is with the other side already."""
+        """Do nothing: the other side has what was sent."""
 
     def close(self) -> None:
         peer, self._peer = self._peer, None
@@ -82,7 +84,7 @@ def is_here(address: str) -> bool:
 
 
 async def connect(address: str) -> InprocLine:
-    """Connect to a listener of this event loop. Raises PeerLost when it is not there."""
+    """Connect to a listener of this event loop. Raises PeerLost if it does not exist."""
     listener = _listeners.get(address)
     if listener is None:
         raise PeerLost("the source is not in this process any more")

@@ -1,14 +1,15 @@
-"""A Line whose source shares its memory first, in one Mapping; the taker reads by itself what is Ready."""
+"""Connect to a source that shares its memory in one Mapping frame; the taker then reads the ranges that are ready by
+itself."""
 
 from baton.v1 import kv_pb2
 from kvtransfer.transports.socket_line import SocketLine
 
 
 class MappedLine(SocketLine):
-    """The taker's side."""
+    """The taker's side of a connection whose source shares its memory."""
 
     async def receive(self) -> kv_pb2.KVFrame:
-        """Return the next frame that is the caller's: a Mapping is for this line alone."""
+        """Return the next frame other than a Mapping, which is handled here."""
         frame = await super().receive()
         if frame.WhichOneof("kind") == "mapping":
             await self._map(frame.mapping)
@@ -17,5 +18,5 @@ class MappedLine(SocketLine):
 
     async def _map(self, mapping: kv_pb2.Mapping) -> None:
         """Make the source's memory readable. Raises ProtocolError, also for a second Mapping; PeerLost or
-        TransportBroken where it cannot be."""
+        TransportBroken if it cannot be made readable."""
         raise NotImplementedError

@@ -1,4 +1,5 @@
-"""NIXL: the dialogue goes over TCP, the taker reads the source's pool by RDMA, NVLink or what else UCX finds."""
+"""Move KV by NIXL: the dialogue uses TCP, and the taker reads the source's pool by RDMA, NVLink or whatever UCX
+finds."""
 
 import asyncio
 import time
@@ -19,7 +20,7 @@ _PROGRESS_S = 0.0005
 
 
 class NixlListener:
-    """`agent`: over the pool that takers may read."""
+    """Accept takers that read the pool of `agent`."""
 
     def __init__(self, sock, agent: NixlAgent, block_bytes: int, on_line: Callable):
         self._agent = agent
@@ -37,7 +38,8 @@ class NixlListener:
         return line
 
     async def _progress(self) -> None:
-        """Make progress as long as a taker may be reading: one whose line broke still waits for what it had begun."""
+        """Poll NIXL as long as a taker may be reading; a taker whose connection broke still waits for the reads it has
+        begun."""
         last = time.monotonic()
         while self._lines or time.monotonic() - last < SILENCE_S:
             last = time.monotonic() if self._lines else last
@@ -90,8 +92,8 @@ class _NixlTakerLine(MappedLine):
         self._peer, self._pool = self._agent.open_peer(mapping.access), pool
 
     async def read(self, runs: np.ndarray) -> None:
-        """Read `runs`, int64 [n, 6] of byte_runs.merged_runs. Raises ProtocolError before the source has shared its
-        memory or for runs beyond it, PeerLost as NixlAgent.read."""
+        """Read `runs`, int64 [n, 6] of byte_runs.merged_runs. Raises ProtocolError if the source has not shared its
+        memory or a run is outside it, PeerLost as NixlAgent.read."""
         if self._peer is None or self._pool is None:
             raise ProtocolError("Ready before the source has shared its memory")
         check_within(runs, self._pool.num_bytes)
@@ -105,10 +107,10 @@ class _NixlTakerLine(MappedLine):
 
 
 async def listen(host: str, agent: NixlAgent, block_bytes: int, on_line: Callable, port: int = 0) -> NixlListener:
-    """`port` 0: the system chooses. Raises OSError naming the host."""
+    """Listen for takers; `port` 0: the system chooses. Raises OSError, which names the host."""
     return NixlListener(await listening(host, port), agent, block_bytes, on_line)
 
 
 async def connect(address: str, agent: NixlAgent, block_bytes: int) -> SocketLine:
-    """`address`: host:port. Raises PeerLost."""
+    """Connect to a source at `address`, host:port. Raises PeerLost."""
     return _NixlTakerLine(await connected(address), agent, block_bytes)

@@ -1,4 +1,4 @@
-"""NIXL as it is installed here, or not, and one agent of it over one pool, in host or GPU memory."""
+"""Find the installed NIXL, and run one of its agents over one pool, in host or GPU memory."""
 
 import asyncio
 import importlib
@@ -19,19 +19,19 @@ from kvtransfer.memory.byte_runs import OWN, SOURCE, single_rows
 
 _PACKAGES = ("nixl_cu13", "nixl_cu12")  # the package `nixl` only asks for both
 _RDMA_DEVICES = Path("/sys/class/infiniband")
-_BUSY_S = 0.002  # so long a transfer is polled at every turn of the loop, then every _PAUSE_S
+_BUSY_S = 0.002  # for so long a transfer is polled at every turn of the event loop, later every _PAUSE_S
 _PAUSE_S = 0.0002
 _MAX_IDLE = 16
 _MEMORY = re.compile(rb"DRAM|VRAM:(?P<device>[0-9]{1,3})")
 
 
 def find_package() -> str | None:
-    """Return the module that holds NIXL's agent; None where no wheel of it is installed."""
+    """Return the module that holds NIXL's agent; None if it is not installed."""
     return next((name for name in _PACKAGES if importlib.util.find_spec(name)), None)
 
 
 def has_rdma() -> bool:
-    """Return whether UCX finds anything better than TCP towards another machine."""
+    """Return whether UCX finds anything faster than TCP to other machines."""
     try:
         return any(_RDMA_DEVICES.iterdir())
     except OSError:
@@ -39,8 +39,8 @@ def has_rdma() -> bool:
 
 
 def _limit_of_locked() -> str:
-    """Return how much memory this process may lock, as a network card's queues and what it reads are; "" where there is
-    no limit."""
+    """Return how much memory this process may lock, as part of an error message; "" if there is no limit. A network
+    card's queues and the memory it reads are locked."""
     num_bytes = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     if num_bytes == resource.RLIM_INFINITY:
         return ""
@@ -48,7 +48,7 @@ def _limit_of_locked() -> str:
 
 
 class Segment(NamedTuple):
-    """Memory that NIXL reads or writes: `device` is the GPU's number in its own process, 0 in host memory."""
+    """Memory that NIXL reads or writes. `device`: the GPU's number in its own process, 0 for host memory."""
 
     base: int
     num_bytes: int
@@ -57,12 +57,13 @@ class Segment(NamedTuple):
 
     @property
     def memory(self) -> bytes:
-        """Return what a Mapping says of it: DRAM, or VRAM and the GPU's number."""
+        """Return the memory as a Mapping frame names it: DRAM, or VRAM and the GPU's number."""
         return b"DRAM" if self.kind == "DRAM" else b"VRAM:%d" % self.device
 
     @classmethod
     def of(cls, base: int, num_bytes: int, memory: bytes) -> "Segment":
-        """Raises ValueError for a `memory` that is none."""
+        """Return the segment whose memory is named `memory` in a Mapping frame. Raises ValueError for any other
+        name."""
         found = _MEMORY.fullmatch(memory)
         if not found:
             raise ValueError(f"no memory of NIXL: {memory[:40]!r}")
@@ -76,12 +77,12 @@ class _Peer:
 
 
 class NixlAgent:
-    """`segment`: the pool. No thread of its own: NIXL's progress thread takes most of a core while it has nothing to
-    do, so a source polls while it is read and a taker while it reads."""
+    """Run a NIXL agent over the pool `segment`. It has no thread: NIXL's progress thread takes most of a core even when
+    idle, so a source polls while it is read, and a taker while it reads."""
 
     def __init__(self, segment: Segment):
-        """Takes most of a second; a segment on a GPU must be on the thread's device. Raises TransferFailed, one
-        line."""
+        """Register the pool, which takes most of a second; for a segment on a GPU, on a thread whose current device
+        that is. Raises TransferFailed, one line."""
         package = find_package()
         if package is None:
             raise TransferFailed(
@@ -99,12 +100,12 @@ class NixlAgent:
             whole = (segment.base, segment.num_bytes, segment.device, "")
             self._registered = self._agent.register_memory([whole], segment.kind)
             self.metadata: bytes = self._agent.get_agent_metadata()
-        except Exception as error:  # its bindings raise classes of their own
+        except Exception as error:  # NIXL's bindings raise classes of their own
             why = f"NIXL cannot use this pool in {segment.kind}: {type(error).__name__}: {error}"
             raise TransferFailed(why + _limit_of_locked()) from error
 
     def close(self) -> None:
-        """No transfer may be under way. Idempotent."""
+        """Deregister the pool. No transfer may be under way. Idempotent."""
         agent, self._agent = self._agent, None
         if agent is not None:
             agent.deregister_memory(self._registered)
@@ -114,7 +115,8 @@ class NixlAgent:
         self._agent.get_new_notifs()
 
     def open_peer(self, metadata: bytes) -> str:
-        """Return its name; to be given back by `close_peer`. Raises PeerLost for metadata that NIXL does not take."""
+        """Add a peer, or use a known one; return its name. `close_peer` ends the use. Raises PeerLost for metadata that
+        NIXL rejects."""
         peer = self._peers.pop(metadata, None)
         if peer is None:
             try:
@@ -127,8 +129,7 @@ class NixlAgent:
         return peer.name
 
     def close_peer(self, name: str) -> None:
-        """Note one line less: peers are kept, since to meet one again takes milliseconds, and while one line ends
-        others may read."""
+        """End one use of a peer. Idle peers are kept up to _MAX_IDLE, since meeting one again takes milliseconds."""
         for peer in self._peers.values():
             peer.num_users -= peer.name == name
         idle = [metadata for metadata, peer in self._peers.items() if not peer.num_users]
@@ -136,7 +137,7 @@ class NixlAgent:
             self._remove(metadata)
 
     def _drop_peer(self, name: str) -> None:
-        """End its connection, and with it what was under way."""
+        """Remove a peer, which ends its connection and all transfers on it."""
         for metadata in [metadata for metadata, peer in self._peers.items() if peer.name == name]:
             self._remove(metadata)
 
@@ -144,12 +145,12 @@ class NixlAgent:
         try:
             self._agent.remove_remote_agent(self._peers.pop(metadata).name)
         except Exception:
-            pass  # it has gone already
+            pass  # it is removed already
 
     async def read(self, peer: str, theirs: Segment, runs: np.ndarray, within_s: float) -> None:
-        """Read `runs`, int64 [n, 6] of byte_runs.merged_runs, from a peer's segment. Raises PeerLost. When it is
-        cancelled the transfer is still awaited: no byte arrives once it has raised, unless the peer had to be dropped,
-        whose connection then ends with it."""
+        """Read `runs`, int64 [n, 6] of byte_runs.merged_runs, from a peer's segment. Raises PeerLost. On cancellation
+        the transfer is still awaited, so no byte arrives after this has raised; a peer that had to be dropped ends with
+        its connection."""
         await await_despite_cancel(asyncio.ensure_future(self._read(peer, theirs, runs, within_s)))
 
     async def _read(self, peer: str, theirs: Segment, runs: np.ndarray, within_s: float) -> None:

@@ -1,4 +1,5 @@
-"""Shared memory: the source hands its pool's descriptor over a unix socket, the taker maps it and copies, once."""
+"""Move KV by shared memory: the source sends its pool's descriptor over a unix socket, the taker maps it and copies
+once."""
 
 import asyncio
 import logging
@@ -22,18 +23,18 @@ from kvtransfer.wire import MAX_TAKER_FRAME_BYTES
 
 _MAX_IDLE = 8
 _IDLE_S = 60.0
-WATCH_S = 1.0  # between two looks whether a source is gone
+WATCH_S = 1.0  # between two checks whether a source's process has ended
 _BACKLOG_FULL_S = 0.01  # between two tries to connect
 
 log = logging.getLogger(__name__)
 
 
 class ShmListener:
-    """A unix socket in a folder that only this user can enter. `region`: the pool that takers may read; `address`:
-    the socket as takers find it below the same `parent`."""
+    """Accept takers of the pool `region` on a unix socket, in a folder that only this user can enter. `address` is the
+    socket as takers find it below the same `parent`."""
 
     def __init__(self, region: Region, layout: KVLayout, parent: Path, on_line: Callable):
-        """Raises OSError when there can be no socket below `parent`."""
+        """Listen below `parent`. Raises OSError if no socket can be made there."""
         self._folder = SocketFolder(parent)
         self.address = self._folder.address
         sock = self._folder.bind()
@@ -73,16 +74,18 @@ class _Mapped:
 
 
 class Mappings:
-    """Pools of other processes, mapped once and kept for the next fetch: touching fresh pages costs as much as the
-    copy. A pool whose process is lost is unmapped with its last user, or within a second where it has none: the host
-    would not have that memory back. An idle one goes by the first fetch a minute later. Belongs to the event loop."""
+    """Keep pools of other processes mapped from one fetch to the next, since touching fresh pages costs as much as the
+    copy. The pool of a lost process is unmapped with its last user, or within a second if it has none, because the host
+    cannot free its memory before. Of the others, those idle for a minute are unmapped at the end of the next fetch.
+    Called in the event loop."""
 
     def __init__(self):
         self._mapped: dict[tuple[int, int], _Mapped] = {}
         self._watching: asyncio.Task | None = None
 
     def open(self, fd: int, num_bytes: int, layout: KVLayout, source: Path) -> tuple[int, int]:
-        """Take `fd` over; return the key with `close`. Raises ProtocolError, PeerLost."""
+        """Map the file `fd`, which is owned from now on, or use an existing mapping; return the key for `memory` and
+        `close`. Raises ProtocolError, PeerLost."""
         status = os.fstat(fd)
         key = (status.st_dev, status.st_ino)
         mapped = self._mapped.get(key)
@@ -118,7 +121,7 @@ class Mappings:
         self._mapped.clear()
 
     async def _watch(self) -> None:
-        """Unmap what belongs to processes that are gone, as long as anything is mapped."""
+        """Unmap unused pools of processes that have ended, as long as any pool is mapped."""
         while self._mapped:
             await asyncio.sleep(WATCH_S)
             gone = [key for key, each in self._mapped.items() if not each.num_users and is_gone(each.source)]
@@ -164,14 +167,14 @@ class _ReadingLine(MappedLine):
 
 
 async def connect(address: str, parent: Path, mappings: Mappings, layout: KVLayout) -> SocketLine:
-    """`address`: the source's socket below `parent`; `layout`: of the source's pool. Raises PeerLost."""
+    """Connect to the source's socket `address` below `parent`; `layout`: that of the source's pool. Raises PeerLost."""
     sock = await reached(address, parent)
     return _ReadingLine(sock, Path(socket_path(parent, address)), mappings, layout)
 
 
 async def _connect(sock: socket.socket, path: str) -> None:
-    """Connect, and wait while the listener's backlog is full: a unix socket says EAGAIN then, and no poll waits for
-    room."""
+    """Connect, and try again while the listener's backlog is full: a unix socket then fails with EAGAIN, and no poll
+    waits for room in it."""
     while True:
         try:
             return sock.connect(path)
@@ -180,7 +183,7 @@ async def _connect(sock: socket.socket, path: str) -> None:
 
 
 async def reached(address: str, parent: Path) -> socket.socket:
-    """Raises PeerLost."""
+    """Return a socket that is connected to `address` below `parent`. Raises PeerLost."""
     try:
         return await _reached(socket_path(parent, address))
     except (OSError, ValueError, TimeoutError) as error:

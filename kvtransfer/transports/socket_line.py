@@ -1,4 +1,4 @@
-"""A Line over a stream socket, TCP or unix."""
+"""Carry a dialogue over a stream socket, TCP or unix."""
 
 import array
 import asyncio
@@ -12,18 +12,18 @@ from kvtransfer.errors import PeerLost, ProtocolError
 from kvtransfer.memory.blocks import BlockMemory
 from kvtransfer.wire import HEADER_BYTES, MAX_FRAME_BYTES, decode_frame, encode_frame, frame_length
 
-SILENCE_S = 5.0  # dialogues say something every second, so a silent peer is gone
+SILENCE_S = 5.0  # both sides send something every second, so a peer that is silent for so long is lost
 _DRAIN_S = 1.0
 _BATCH_BYTES = 1 << 20  # bytes moved before other tasks of the loop get their turn
-_AHEAD_BYTES = 32 << 10  # a Ready with its digests, mostly
-_TURN_FRAMES = 32  # received before they do: who sends frames without end must not stop all else
-_WAKE_BYTES = 256 << 10  # of a payload: a line that brings less in SILENCE_S is as good as lost
+_AHEAD_BYTES = 32 << 10  # mostly holds a Ready frame with its digests
+_TURN_FRAMES = 32  # frames received before other tasks get their turn: endless frames must not block the loop
+_WAKE_BYTES = 256 << 10  # of a payload; a connection that carries less in SILENCE_S counts as lost
 _FD_SPACE = socket.CMSG_SPACE(array.array("i").itemsize)
 
 
 class SocketLine:
-    """Raw bytes go between the socket and the caller's buffers without a copy of our own. One task receives, several
-    may send. `takes_fds`: descriptors that come with a frame are kept (unix sockets only)."""
+    """One end of a connection. Payload bytes go between the socket and the caller's buffers without another copy. One
+    task receives, several may send. `takes_fds`: descriptors that come with a frame are kept (unix sockets only)."""
 
     def __init__(self, sock: socket.socket, *, takes_fds: bool = False, max_frame_bytes: int = MAX_FRAME_BYTES):
         sock.setblocking(False)
@@ -33,13 +33,13 @@ class SocketLine:
         self._max_frame_bytes = max_frame_bytes
         self._fds: list[int] = []
         self._scratch = memoryview(bytearray(_AHEAD_BYTES))
-        self._ahead = bytearray()  # received, and not yet asked for
+        self._ahead = bytearray()  # received, and not yet taken
         self._wakes_at = 1
         self._num_received = 0  # frames
         self._sending = asyncio.Lock()
         self._waiting: set[asyncio.Future] = set()
-        self._listening: asyncio.Future | None = None  # for more of a frame
-        self._watched = False  # the loop reads ahead as bytes come
+        self._listening: asyncio.Future | None = None  # done when more of a frame has been read
+        self._watched = False  # whether the loop watches the socket and reads ahead
         self._closed = False
 
     @property
@@ -47,7 +47,7 @@ class SocketLine:
         return None
 
     async def share_memory(self) -> None:
-        """Nothing to share: the source sends."""
+        """Do nothing: the source sends the bytes."""
 
     async def send(self, frame: kv_pb2.KVFrame, payload: Iterable[list[memoryview]] = ()) -> None:
         data = memoryview(encode_frame(frame))
@@ -68,7 +68,7 @@ class SocketLine:
         self._num_received += 1
         if self._num_received % _TURN_FRAMES == 0:
             await asyncio.sleep(0)
-        until = asyncio.get_running_loop().time() + self._silence_s  # in all: bytes that trickle are no frame
+        until = asyncio.get_running_loop().time() + self._silence_s  # for the whole frame: trickling bytes do not count
         header = await self._take(HEADER_BYTES, until)
         return decode_frame(await self._take(frame_length(header, self._max_frame_bytes), until))
 
@@ -85,14 +85,14 @@ class SocketLine:
         return self._fds.pop(0) if self._fds else None
 
     async def drain(self) -> None:
-        # Closing a socket with unread bytes resets it, and the other side may lose the End that explains why.
+        # Closing a socket with unread bytes resets it, and the other side may lose the End frame that says why.
         self._unwatch()
         try:
             async with asyncio.timeout(_DRAIN_S):
                 self._sock.shutdown(socket.SHUT_WR)
                 scratch = memoryview(bytearray(1 << 16))
                 while await self._retry(self._sock.recv_into, False, scratch):
-                    await asyncio.sleep(0)  # the time is up for those, too, who send faster than this reads
+                    await asyncio.sleep(0)  # the timeout must fire even if the other side sends faster than this reads
         except (OSError, TimeoutError, PeerLost):
             pass
 
@@ -122,8 +122,8 @@ class SocketLine:
                 await asyncio.sleep(0)
 
     async def _take(self, num_bytes: int, until: float) -> bytes:
-        """Return the next `num_bytes`, read together with as much as has arrived of what follows. Raises PeerLost where
-        they are not there at `until`, on the loop's clock."""
+        """Return the next `num_bytes`; more bytes that have arrived are read ahead. Raises PeerLost if they are not
+        here at `until`, on the loop's clock."""
         while len(self._ahead) < num_bytes:
             if not self._read_ahead():
                 await self._more(until)
@@ -132,7 +132,7 @@ class SocketLine:
         return taken
 
     def _read_ahead(self) -> bool:
-        """Read what has arrived; return False where nothing has. Raises PeerLost, ProtocolError."""
+        """Read what has arrived; return False if nothing has. Raises PeerLost, ProtocolError."""
         if self._closed:
             raise PeerLost("the line was closed")
         try:
@@ -147,8 +147,8 @@ class SocketLine:
         return True
 
     async def _more(self, until: float) -> None:
-        """Wait until more of a frame has been read. The descriptor stays watched between frames, and one timer covers
-        all of a frame (seen: a frame there and one back in 42 us of CPU in place of 79)."""
+        """Wait until more of a frame has been read. The socket stays watched between frames, and one timer covers a
+        whole frame (measured: a frame each way takes 42 us of CPU instead of 79)."""
         loop = asyncio.get_running_loop()
         self._listening = listening = loop.create_future()
         if not self._watched:
@@ -164,7 +164,7 @@ class SocketLine:
             self._listening = None
 
     def _arrived(self) -> None:
-        """Read ahead for whoever waits; where nobody does, bytes stay with the system, which holds the sender back."""
+        """Read ahead if a task waits for a frame. Otherwise bytes stay with the system, which slows the sender down."""
         listening = self._listening
         if listening is None or listening.done():
             return self._unwatch()
@@ -197,7 +197,7 @@ class SocketLine:
                 await asyncio.sleep(0)
 
     def _wake_at(self, num_bytes: int) -> None:
-        """Wait for this many bytes before the loop is woken: a payload is not read a packet at a time."""
+        """Let the system wake the loop only for this many bytes, so that a payload is not read a packet at a time."""
         if self._wakes_at != num_bytes and not self._closed:
             self._wakes_at = num_bytes
             self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, num_bytes)
@@ -232,7 +232,7 @@ class SocketLine:
                 raise PeerLost(f"the line broke: {error}") from error
 
     async def _ready(self, writes: bool) -> None:
-        """Wait until the socket can be read or written. Raises PeerLost after SILENCE_S or when the line is closed."""
+        """Wait until the socket can be read or written. Raises PeerLost after SILENCE_S, or when the line is closed."""
         loop = asyncio.get_running_loop()
         add, remove = (loop.add_writer, loop.remove_writer) if writes else (loop.add_reader, loop.remove_reader)
         waiting = loop.create_future()
@@ -250,7 +250,7 @@ class SocketLine:
 
 
 def _rest(buffers: list[memoryview], count: int) -> list[memoryview]:
-    """Return what remains of `buffers` behind the first `count` bytes."""
+    """Return what remains of `buffers` after the first `count` bytes."""
     for index, buffer in enumerate(buffers):
         if count < len(buffer):
             return [buffer[count:], *buffers[index + 1 :]]
@@ -259,7 +259,7 @@ def _rest(buffers: list[memoryview], count: int) -> list[memoryview]:
 
 
 def _batch(buffers: list[memoryview]) -> list[memoryview]:
-    """About _BATCH_BYTES of them, at least one byte."""
+    """Return the first _BATCH_BYTES bytes of `buffers`, or all."""
     total = 0
     for index, buffer in enumerate(buffers):
         total += len(buffer)
@@ -279,11 +279,11 @@ def _lose(waiting: asyncio.Future, silence_s: float) -> None:
 
 
 class SocketListener:
-    """Accepts on a bound socket and gives every connection, as a Line, to `on_line`."""
+    """Accept connections on a bound socket, and pass each one to `on_line`."""
 
     def __init__(self, sock: socket.socket, make_line: Callable[[socket.socket], SocketLine], on_line: Callable):
         sock.setblocking(False)
-        sock.listen(1024)  # a crowd of strangers must not fill it
+        sock.listen(1024)  # large, so that a burst of connections does not fill it
         self.sock = sock
         self._make_line = make_line
         self._on_line = on_line
@@ -301,5 +301,5 @@ class SocketListener:
                 sock, _ = await loop.sock_accept(self.sock)
                 self._on_line(self._make_line(sock))
             except (OSError, MemoryError):
-                # Out of descriptors or memory, or a connection that was gone before it was accepted: others come.
+                # No descriptors or memory are left, or the client was gone before it was accepted: try the next one.
                 await asyncio.sleep(0.1)

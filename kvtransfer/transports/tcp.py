@@ -1,4 +1,5 @@
-"""TCP: reaches anywhere. The source sends the bytes behind each Ready, the taker receives into its pool."""
+"""Move KV over TCP, which reaches every host: the source sends the bytes after each Ready, the taker receives them into
+its pool."""
 
 import asyncio
 import socket
@@ -13,25 +14,25 @@ CONNECT_S = 3.0
 
 
 async def listen(host: str, on_line: Callable, port: int = 0) -> SocketListener:
-    """`port` 0: the system chooses. Raises OSError naming the host."""
+    """Listen for takers; `port` 0: the system chooses. Raises OSError, which names the host."""
     sock = await listening(host, port)
     return SocketListener(sock, lambda accepted: SocketLine(accepted, max_frame_bytes=MAX_TAKER_FRAME_BYTES), on_line)
 
 
 async def connect(address: str) -> SocketLine:
-    """`address`: host:port. Raises PeerLost."""
+    """Connect to a source at `address`, host:port. Raises PeerLost."""
     return SocketLine(await connected(address))
 
 
 async def listening(host: str, port: int = 0) -> socket.socket:
-    """Bound; what it accepts sends at once, as an Ack must not wait for company. `port` 0: the system chooses. Raises
-    OSError naming the host."""
+    """Return a bound socket whose connections send without delay, since an Ack must not wait for more bytes. `port` 0:
+    the system chooses. Raises OSError, which names the host."""
     try:
         family, kind, proto, _, address = (await _resolve(host, port))[0]
         sock = socket.socket(family, kind, proto)
         try:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # inherited by what is accepted
-            if port:  # connections of the process before may still linger
+            if port:  # connections of an earlier process may still linger
                 sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             sock.bind(address)
         except BaseException:
@@ -43,7 +44,7 @@ async def listening(host: str, port: int = 0) -> socket.socket:
 
 
 async def connected(address: str) -> socket.socket:
-    """`address`: host:port. Raises PeerLost."""
+    """Connect to a source at `address`, host:port. Raises PeerLost."""
     until = asyncio.get_running_loop().time() + CONNECT_S
     why: Exception | str = "no such host"
     try:
@@ -52,7 +53,7 @@ async def connected(address: str) -> socket.socket:
         for index, (family, kind, proto, _, target) in enumerate(found):
             left_s = until - asyncio.get_running_loop().time()
             try:
-                # One that drops packets leaves time for the next.
+                # An address that drops packets leaves time for the next one.
                 async with asyncio.timeout(left_s / (len(found) - index)):
                     return await _connected_to(socket.socket(family, kind, proto), target)
             except TimeoutError:
@@ -61,7 +62,7 @@ async def connected(address: str) -> socket.socket:
                 why = error
     except TimeoutError:
         why = f"no answer of the DNS within {CONNECT_S:g} s"
-    except (OSError, ValueError) as error:  # ValueError: what can be no address, or no name
+    except (OSError, ValueError) as error:  # ValueError: not an address or a name
         why = error
     raise PeerLost(f"the source cannot be reached at {address}: {why}")
 

@@ -1,8 +1,7 @@
-"""The contract of a transport, and the choice of one for a taker and a source.
+"""Define the contract of a transport, and choose one for a taker and a source.
 
-A transport gives both sides a Line: frames both ways, and raw bytes behind a Ready where the source is the one that
-moves them. With the others the taker reads the source's memory itself.
-"""
+A transport gives both sides a Line: it carries frames both ways and, if the source sends, raw bytes after a Ready
+frame. With other transports the taker reads the source's memory itself."""
 
 import asyncio
 import time
@@ -21,49 +20,52 @@ from kvtransfer.memory.blocks import BlockMemory
 from kvtransfer.transports import socket_folder
 from kvtransfer.transports.nixl_engine import find_package, has_rdma
 
-INLINE_BYTES = 1 << 20  # more is copied or digested in a thread, so that the event loop keeps running
+INLINE_BYTES = 1 << 20  # more bytes are copied or digested in a thread, so that the event loop keeps running
 _RATED_BYTES = 1 << 20
 _MAX_RATES = 256
 
 
 class Line(Protocol):
-    """One dialogue's connection. Every wait in it ends: with PeerLost when the other side is silent for too long."""
+    """One dialogue's connection. Every wait ends: with PeerLost when the other side is silent for too long."""
 
-    source_memory: BlockMemory | None  # taker's side: the source's pool once it is shared; None where the source sends
+    source_memory: BlockMemory | None  # for the taker: the source's pool once it is shared; None if the source sends
 
     async def share_memory(self) -> None:
-        """Let the taker read the pool (source's side, after the ticket was checked). Raises PeerLost."""
+        """Let the taker read the pool. The source calls this after the ticket was checked. Raises PeerLost."""
 
     async def send(self, frame: kv_pb2.KVFrame, payload: Iterable[list[memoryview]] = ()) -> None:
-        """Send one frame, whole, with the bytes behind it. Raises PeerLost, ProtocolError."""
+        """Send one frame, followed by `payload`. Raises PeerLost, ProtocolError."""
 
     async def receive(self) -> kv_pb2.KVFrame:
         """Return the next frame. Raises PeerLost, ProtocolError."""
         ...
 
     async def read(self, runs: np.ndarray) -> None:
-        """Read `runs`, int64 [n, 6] of byte_runs.merged_runs, out of the source's pool into one's own (taker's side,
-        where `reads_runs`). Raises PeerLost, ProtocolError; however it ends, no byte arrives afterwards."""
+        """Read `runs`, int64 [n, 6] of byte_runs.merged_runs, from the source's pool into the taker's. The taker calls
+        this if the transport `reads_runs`. Raises PeerLost, ProtocolError. No byte arrives after it has ended, however
+        it ends."""
 
     async def receive_payload(self, groups: Iterable[list[memoryview]]) -> None:
-        """Fill one group of buffers after the other with the bytes behind the frame; none is written once it has
-        ended."""
+        """Fill one group of buffers after the other with the bytes that follow a frame. No buffer is written after it
+        has ended."""
 
     async def drain(self) -> None:
-        """Wait, after the last frame and before `close`, until the other side has read it or a second has passed."""
+        """Wait after the last frame, before `close`, until the other side has read it or a second has passed."""
 
     def close(self) -> None:
-        """Close at once, idempotent; frames not yet sent are lost."""
+        """Close without waiting; frames that are not yet sent are lost. Idempotent."""
 
 
 class TransportChoice(NamedTuple):
-    endpoints: tuple[Endpoint, ...]  # best first; the others are tried when it cannot be reached
+    """The endpoints that a taker may use, and why."""
+
+    endpoints: tuple[Endpoint, ...]  # best first; the next is tried when one cannot be reached
     reason: str  # one line
 
 
 def allowed(transports: Sequence[str] | str) -> tuple[str, ...]:
-    """Return the transports of these names; `auto` means all but those of `auto_against`. Raises ValueError for an
-    unknown name."""
+    """Return the named transports; `auto` stands for all but those of `auto_against`. Raises ValueError for an unknown
+    name."""
     names = [transports] if isinstance(transports, str) else list(transports)
     unknown = [name for name in names if name != "auto" and name not in CAPABILITIES]
     if unknown or not names:
@@ -73,8 +75,7 @@ def allowed(transports: Sequence[str] | str) -> tuple[str, ...]:
 
 
 def auto_against() -> dict[str, str]:
-    """Return the transports that `auto` leaves out on this machine, and why. Naming one of them uses it all the
-    same."""
+    """Return the transports that `auto` leaves out on this machine, and why. They are used if they are named."""
     if not find_package():
         return {"nixl": "not installed here"}
     if not has_rdma():
@@ -86,10 +87,10 @@ def choose(
     endpoints: Sequence[Endpoint], host_id: str, transports: Sequence[str] | str, in_process: Callable[[str], bool],
     memory: Sequence[str] = (HOST,), are_alike: bool = True, broken: Container[str] = (),
 ) -> TransportChoice:  # fmt: skip
-    """Rank a source's endpoints for a taker on `host_id` that may use `transports` and keeps its pool in `memory`.
-    `in_process(address)` returns whether an inproc address is this process, `are_alike` whether both pools' blocks have
-    one size and form; `broken`: transports that did not work between the two. Raises TransferFailed, with the reasons,
-    when none is left."""
+    """Rank a source's endpoints for a taker on `host_id` that may use `transports` and has its pool in `memory`.
+    `in_process(address)` returns whether an inproc address is in this process; `are_alike`: both pools' blocks have one
+    size and form; `broken`: transports that do not work between the two. Raises TransferFailed, with the reasons, if
+    none is left."""
     names, offered = allowed(transports), {endpoint.transport: endpoint for endpoint in endpoints}
     against = auto_against() if "auto" in transports else {}
     fitting, passed_over = [], []
@@ -121,13 +122,13 @@ def choose(
 
 
 def local_host_id(parent: Path | None = None) -> str:
-    """Return an id that is equal for two processes exactly when they can meet in the folder `parent` (default: for
-    temporary files): two containers differ unless both are given a folder that they share. Raises OSError."""
+    """Return an id that is equal for two processes exactly when they can meet in the folder `parent` (default: the one
+    for temporary files). Two containers differ unless both are given a folder that they share. Raises OSError."""
     return socket_folder.host_id(parent or socket_folder.default_parent())
 
 
 class Busy:
-    """A context around whatever moves bytes, also several at once: `seconds` of the wall clock in which any did."""
+    """Measure the time in which bytes move, as a context around each move. `seconds` counts overlapping moves once."""
 
     def __init__(self):
         self.seconds = 0.0
@@ -146,15 +147,15 @@ class Busy:
 
 
 class TransferRates:
-    """Measure the throughput of transfers by source and transport: a running figure, newer ones counting more."""
+    """Measure the throughput of transfers by source and transport, as an exponential average."""
 
-    _WEIGHT = 0.3  # of the newest: one slow transfer does not hide the others, three do
+    _WEIGHT = 0.3  # of the newest transfer: one slow transfer does not hide the others, three do
 
     def __init__(self):
         self._bytes_per_s: dict[tuple[bytes, str], float] = {}
 
     def note(self, source: bytes, transport: str, num_bytes: int, seconds: float) -> None:
-        """Too few bytes say something about waiting, not about moving: they do not count."""
+        """Add a transfer. Transfers of fewer than _RATED_BYTES do not count: they measure waiting, not moving."""
         if num_bytes < _RATED_BYTES or seconds <= 0:
             return
         key, rate = (source, transport), num_bytes / seconds
@@ -169,8 +170,8 @@ class TransferRates:
 
 
 async def run_blocking(num_bytes: float, function: Callable, *args):
-    """`function(*args)`, in a thread when it touches more than INLINE_BYTES. When this is cancelled the thread is
-    still awaited: nothing is written any more once it has raised."""
+    """Return `function(*args)`, called in a thread if it touches more than INLINE_BYTES. On cancellation the thread is
+    still awaited, so nothing is written after this has raised."""
     if num_bytes <= INLINE_BYTES:
         return function(*args)
     return await await_despite_cancel(asyncio.get_running_loop().run_in_executor(None, function, *args))
