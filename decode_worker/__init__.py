@@ -1,2 +1,2 @@
-"""The decode role: grant credit, adopt a prompt's KV or read it here, stream tokens, park sequences that are not
-read."""
+"""The decode role: grant credit, adopt a prompt's KV or read the prompt here, stream tokens, park sequences that nobody
+reads."""

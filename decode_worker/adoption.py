@@ -1,4 +1,4 @@
-"""Actions that adopt a prompt's KV: fetch it, and start to decode when all of it is verified and the first tokens are
+"""Actions that adopt a prompt's KV: fetch it, and start decoding when all of it is verified and the first tokens are
 known, in whichever order."""
 
 import time
@@ -36,7 +36,7 @@ def start(lifecycle: Lifecycle, leg: Leg, message: pb.Start) -> None:
 
 
 def start_fetched(lifecycle: Lifecycle, leg: Leg, report: FetchReport) -> None:
-    """Start what waited for its KV."""
+    """Start a leg that waited for its KV."""
     report_fetched(lifecycle, leg, report)
     leg.kv_wait_s = time.monotonic() - leg.start_at
     _decode(lifecycle, leg)
@@ -48,6 +48,6 @@ def _decode(lifecycle: Lifecycle, leg: Leg) -> None:
     try:
         leg.record = TokenRecord(leg.request, leg.first_tokens)
         lifecycle.engine.admission.start(leg.key, leg.first_tokens)
-    except LookupError:  # the loop has ended it just now; its RequestEnded, with the reason, is on its way
+    except LookupError:  # the engine has just ended it; its RequestEnded, with the reason, follows
         lifecycle.stop(leg, None)
     lifecycle.on_change()

@@ -15,8 +15,8 @@ from baton.worker.wire import messages
 
 
 def admit(lifecycle: Lifecycle, leg: Leg, message: pb.Admit) -> None:
-    """Promise the blocks of a request, pin what is cached of its prompt, and answer Granted; read the prompt here where
-    that is asked for."""
+    """Promise the blocks of a request, pin the cached part of its prompt, and answer Granted. Read the prompt here if
+    the command asks for that."""
     request = open_request(lifecycle, leg, message.spec)
     leg.num_cached_tokens = lifecycle.engine.admission.admit(request)
     leg.owed.add(Owed.ENGINE)
@@ -28,8 +28,8 @@ def admit(lifecycle: Lifecycle, leg: Leg, message: pb.Admit) -> None:
 
 
 def prefill_here(lifecycle: Lifecycle, leg: Leg, message: pb.Prefill) -> None:
-    """Read the prompt here, or what of it a chain of spans has left to compute. One that is not answered was not asked
-    for by Admit: Granted says that it is taken."""
+    """Read the prompt here, or the part of it that is not cached. If the prompt is not to be answered there was no
+    Admit, so Granted confirms it."""
     leg.prefill_at = time.monotonic()
     if leg.request is not None:
         compute_rest(lifecycle, leg, None)
@@ -42,8 +42,8 @@ def prefill_here(lifecycle: Lifecycle, leg: Leg, message: pb.Prefill) -> None:
 
 
 def report_done(lifecycle: Lifecycle, leg: Leg, done: PrefillDone) -> None:
-    """Report the first tokens of a prompt that was read here; decoding follows by itself. Of one that is not answered
-    report the vector; its end follows."""
+    """Report the first tokens of a prompt that was read here; decoding follows. For a prompt that is not answered,
+    report its vector; its end follows."""
     leg.prefill_done, leg.prefill_done_at = done, time.monotonic()
     if leg.request.pooling is None:
         leg.start_at = leg.start_at or leg.prefill_done_at

@@ -1,11 +1,11 @@
-"""Actions of a sequence that no gateway reads: it parks, and resumes when one reads, here or on another stream.
+"""Actions of a sequence that no gateway reads: it parks, and resumes when a gateway reads, on this or another stream.
 
     unread tokens ─► parked ─ read ─► running           the session lives: its gateway is slow, or stuck
     stream lost ───► orphaned ─ attach ─► running       the same gateway on a new session, or another one
                         └─ window over ─► ended
 
-The loop computes nothing for it and it holds no block: whole units stay in the prefix cache, to be found again or to be
-evicted. Its output so far is in its token record.
+A parked sequence computes nothing and holds no block: its whole units stay in the prefix cache, where they may be found
+again or evicted. Its output so far is in its token record.
 """
 
 import time
@@ -30,13 +30,13 @@ def park(lifecycle: Lifecycle, leg: Leg, subject: None) -> None:
 def resume(lifecycle: Lifecycle, leg: Leg, subject: None) -> None:
     try:
         lifecycle.engine.admission.resume(leg.engine_key, leg.request.deadline)
-    except LookupError:  # it has ended just now: its last tokens and its RequestEnded are on their way
+    except LookupError:  # it has just ended; its last tokens and its RequestEnded follow
         pass
     lifecycle.on_change()
 
 
 def orphan(lifecycle: Lifecycle, leg: Leg, subject: None) -> None:
-    """Park a leg whose stream is lost, for a while; end it when its prompt is still being read."""
+    """Park a leg whose stream is lost for the resume window; end it if its prompt is still being read."""
     if leg.record is None:
         lifecycle.stop(leg, end_status.STREAM_LOST)
         return
@@ -45,15 +45,15 @@ def orphan(lifecycle: Lifecycle, leg: Leg, subject: None) -> None:
 
 
 def keep_end(lifecycle: Lifecycle, leg: Leg, ended: RequestEnded) -> None:
-    """Keep a leg that has finished: its tokens are in the record, for a gateway that attaches."""
+    """Keep a leg that has finished, whose tokens are in its record, for a gateway that attaches."""
     if ended.error:
         lifecycle.stop(leg, end_status.of_engine(ended))
 
 
 def attach(lifecycle: Lifecycle, leg: Leg, subject: tuple[Outbox, pb.Attach]) -> None:
-    """Continue under another key and on another stream, behind the tokens that the gateway has."""
+    """Continue with another key on another stream, after the tokens that the gateway has."""
     outbox, message = subject
-    if not leg.is_stream_lost:  # as far as is known here
+    if not leg.is_stream_lost:  # the loss of the old stream has not been noticed yet
         leg.outbox.forget(leg.key)
         leg.outbox.end(messages.ended(leg.key, end_status.ATTACHED, None, 0.0))
     lifecycle.legs.rename(leg, Key(*key_from_proto(message.key)))
@@ -71,7 +71,7 @@ def attach(lifecycle: Lifecycle, leg: Leg, subject: tuple[Outbox, pb.Attach]) ->
 
 
 def find_and_attach(lifecycle: Lifecycle, leg: Leg, subject: tuple[Outbox, pb.Attach]) -> None:
-    """Pass an Attach on to the leg that it is meant for, or answer that its sequence is not on this worker."""
+    """Dispatch an Attach to the leg that it is meant for, or answer that its sequence is not on this worker."""
     _, message = subject
     found = None if lifecycle.is_draining else _attachable(lifecycle.legs, message)
     if found is not None:
@@ -81,7 +81,8 @@ def find_and_attach(lifecycle: Lifecycle, leg: Leg, subject: tuple[Outbox, pb.At
 
 
 def _attachable(legs: Legs, message: pb.Attach) -> Leg | None:
-    """Return the leg of the same request that has the most tokens, and has all from where the answer continues."""
+    """Return the leg of the same request that has the most tokens, among those that have all tokens from where the
+    answer continues."""
     found = [
         leg
         for leg in legs.values()
@@ -97,5 +98,5 @@ def _attachable(legs: Legs, message: pb.Attach) -> Leg | None:
 
 
 def end_forgotten(lifecycle: Lifecycle, leg: Leg, subject: None) -> None:
-    """End a sequence that no gateway has attached to in time."""
+    """End a sequence to which no gateway has attached in time."""
     lifecycle.give_back(leg, end_status.NOBODY_CAME)

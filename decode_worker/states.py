@@ -1,4 +1,4 @@
-"""The rows of the table of states that a decode worker adds: credit, adoption of KV, the token stream, parking."""
+"""The transitions that the decode role adds: credit, adoption of KV, the token stream, parking."""
 
 from baton.worker.legs.states import LegEvent as Event
 from baton.worker.legs.states import LegState as State
@@ -28,7 +28,7 @@ TRANSITIONS: Table = {
     (State.PARKED, Event.STREAM_LOST): LegTransition(parking.orphan, State.ORPHANED),
     (State.ORPHANED, Event.STREAM_LOST): LegTransition(ignore, State.ORPHANED),
     (State.ABSENT, Event.ATTACH): LegTransition(parking.find_and_attach, State.ABSENT),
-    # Of a running or parked leg, its own session is not known to be dead yet.
+    # The session of a running or parked leg may have died without being noticed yet.
     (State.RUNNING, Event.ATTACH): LegTransition(parking.attach, State.RUNNING),
     (State.PARKED, Event.ATTACH): LegTransition(parking.attach, State.RUNNING),
     (State.ORPHANED, Event.ATTACH): LegTransition(parking.attach, State.RUNNING, (State.ENDING,)),

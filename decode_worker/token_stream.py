@@ -1,4 +1,4 @@
-"""Actions of the tokens that a step gives to a leg: to the gateway, and into the record for one that attaches later."""
+"""Actions of the tokens that a step computes: send them to the gateway, and record them for one that attaches later."""
 
 from dataclasses import replace
 
@@ -10,24 +10,24 @@ from baton.worker.session.lifecycle import Lifecycle
 
 
 def stream_tokens(lifecycle: Lifecycle, leg: Leg, run: TokenRun) -> None:
-    """Write tokens to the gateway; park the sequence when too many of them are unread."""
+    """Send tokens to the gateway; park the sequence if too many of them are unread."""
     if not _write(lifecycle, leg, run):
         lifecycle.happen(leg, LegEvent.UNREAD)
 
 
 def stream_last_tokens(lifecycle: Lifecycle, leg: Leg, run: TokenRun) -> None:
-    """Write tokens of the step that was under way when the leg parked."""
+    """Send the tokens of the step that was under way when the leg parked."""
     _write(lifecycle, leg, run)
 
 
 def record_tokens(lifecycle: Lifecycle, leg: Leg, run: TokenRun) -> None:
-    """Keep tokens of the step that was under way when the stream was lost."""
+    """Record tokens; for an orphaned leg, those of the step that was under way when its stream was lost."""
     failpoints.hit("decode.tokens")
     leg.num_output_tokens += len(run.token_ids)
     leg.record.add(run)
 
 
 def _write(lifecycle: Lifecycle, leg: Leg, run: TokenRun) -> bool:
-    """Return whether there is room for more."""
+    """Send tokens; return False if too many are unread."""
     record_tokens(lifecycle, leg, run)
     return leg.outbox.add_run(run if run.key == leg.key else replace(run, key=leg.key))

@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 
 def prefill(lifecycle: Lifecycle, leg: Leg, message: pb.Prefill) -> None:
-    """Set the whole prompt's blocks aside, lease them to the taker, and begin to compute or to pull."""
+    """Allocate blocks for the whole prompt, lease them to the taker, and begin to compute or to pull."""
     request = open_request(lifecycle, leg, message.spec)
     taker = lifecycle.handoff.taker_of(message.taker)
     leg.sources = [(source.handle, source.ticket) for source in message.sources]
@@ -38,8 +38,7 @@ def prefill(lifecycle: Lifecycle, leg: Leg, message: pb.Prefill) -> None:
 
 
 def pull_prefix(lifecycle: Lifecycle, leg: Leg, status: Status | None) -> None:
-    """Pull from the next source that can be asked; compute what none of them gives. `status`: why the one before it
-    failed."""
+    """Pull from the next usable source, or compute what no source has given. `status`: why the last source failed."""
     if status is not None:
         leg.pull_failure = status
         log.warning("prefix not pulled %s", fields(key=leg.key, reason=status.message))

@@ -1,4 +1,4 @@
-"""The rows of the table of states that a prefill worker adds: a prompt that is read for a taker."""
+"""The transitions that the prefill role adds: a prompt that is read for a taker."""
 
 from baton.worker.legs.states import LegEvent as Event
 from baton.worker.legs.states import LegState as State
@@ -9,7 +9,7 @@ from prefill_worker import prompts
 
 TRANSITIONS: Table = {
     (State.ABSENT, Event.PREFILL): LegTransition(prompts.prefill, State.PREFILLING, (State.ENDING,)),
-    # A prefix from other workers: what arrives counts as computed; what does not comes from the next source.
+    # A prefix from other workers: what arrives counts as computed; the rest comes from the next source, or is computed.
     (State.PREFILLING, Event.FETCHED): LegTransition(compute_rest, State.PREFILLING, (State.ENDING,)),
     (State.PREFILLING, Event.FETCH_FAILED): LegTransition(prompts.pull_prefix, State.PREFILLING, (State.ENDING,)),
     (State.PREFILLING, Event.PROGRESS): LegTransition(prompts.advance, State.PREFILLING),

@@ -1,2 +1,2 @@
-"""The chassis of both roles: a process with an engine, sessions with gateways, KV in and out, and the machine of
+"""What both roles share: a process with an engine, sessions with gateways, KV in and out, and the state machine of
 legs."""

@@ -1,4 +1,4 @@
-"""A worker put together: engine and its loop, KV transfer over the same pool, sessions, one gRPC server in front."""
+"""Put a worker together: the engine and its loop, KV transfer over the engine's pool, sessions, and one gRPC server."""
 
 import asyncio
 import logging
@@ -74,8 +74,9 @@ log = logging.getLogger(__name__)
 def load_engine(
     config: EngineConfig, memory: PoolMemory, joining: RankListener | None = None, cores: SharedCores | None = None
 ) -> Engine:
-    """Raises ModelError for a folder that cannot be served, ValueError for an option that does not fit the model.
-    `joining`: where ranks of other hosts join; `cores`: that it shares with other workers."""
+    """Return the engine with its model loaded. `joining` accepts ranks of other hosts; `cores`: the cores shared with
+    other workers. Raises ModelError for a folder that cannot be served, ValueError for an option that does not fit the
+    model."""
     if cores is not None:
         torch.set_num_threads(cores.share)
     engine = Engine.load(
@@ -89,8 +90,8 @@ def load_engine(
 
 
 async def _load_unless_stopped(loading: Coroutine[Any, Any, Engine], stop: asyncio.Event) -> Engine:
-    """Return what is loaded. Does not return if `stop` comes first, when there is nothing to drain: the thread that
-    reads a model, or waits for ranks of other hosts, ends with the process alone."""
+    """Return the engine that `loading` loads. If `stop` comes first, end the process: there is nothing to drain yet,
+    and the thread that reads a model or waits for ranks ends only with the process."""
     reading, stopping = asyncio.create_task(loading), asyncio.create_task(stop.wait())
     try:
         await asyncio.wait((reading, stopping), return_when=asyncio.FIRST_COMPLETED)
@@ -104,8 +105,8 @@ async def _load_unless_stopped(loading: Coroutine[Any, Any, Engine], stop: async
 
 @asynccontextmanager
 async def sharing_cores(settings: WorkerSettings) -> AsyncIterator[SharedCores | None]:
-    """Within the block this worker has its place among those that compute on this host's cores; None on a GPU, and
-    where its number of threads was given."""
+    """Count this worker, within the block, among those that share this host's cores. Yield None on a GPU, and if the
+    number of threads was given."""
     config = settings.engine
     if config.threads is not None or "OMP_NUM_THREADS" in os.environ or find_device(config.device).type != "cpu":
         yield None
@@ -121,7 +122,7 @@ async def sharing_cores(settings: WorkerSettings) -> AsyncIterator[SharedCores |
 
 
 class BoundServer(NamedTuple):
-    """The gRPC server of a worker, bound to `port` and not started, and its guard."""
+    """The gRPC server of a worker, bound to `port` and not yet started, and its guard."""
 
     server: grpc.aio.Server
     port: int
@@ -129,8 +130,7 @@ class BoundServer(NamedTuple):
 
 
 def bind_server(settings: WorkerSettings) -> BoundServer:
-    """Bind the port of a worker. Raises ListenError for one that is taken, SettingsError for certificates that cannot
-    be read."""
+    """Bind the worker's port. Raises ListenError if it is taken, SettingsError for certificates that cannot be read."""
     tls = settings.tls
     if tls:
         tls.check()
@@ -142,7 +142,7 @@ def bind_server(settings: WorkerSettings) -> BoundServer:
 
 @asynccontextmanager
 async def listening_for_ranks(settings: WorkerSettings) -> AsyncIterator[RankListener | None]:
-    """Within the block the port is open where ranks of other hosts join, if there are any. Raises ListenError."""
+    """Open the port for ranks of other hosts within the block; yield None if there are none. Raises ListenError."""
     if settings.rank_listen is None:
         yield None
         return
@@ -156,18 +156,18 @@ async def listening_for_ranks(settings: WorkerSettings) -> AsyncIterator[RankLis
 
 
 class Worker:
-    """A worker that serves within `async with`. Built inside a running event loop; `start` and `stop` are the block's.
+    """Serve within `async with`. Constructed inside a running event loop.
 
-    `port` and `admin_port` are those that it listens on; `service` is what gateways call there; `engine`, `commands`
-    and `sessions` are its parts."""
+    `port` and `admin_port` are the ports that it listens on; `service` answers gateways; `engine`, `commands` and
+    `sessions` are its parts."""
 
     def __init__(
         self, settings: WorkerSettings, role: str, table: Table, engine: Engine, memory: PoolMemory, digest: bytes,
         bound: BoundServer, admin: AdminPort, roofline: Roofline | None = None,
     ):  # fmt: skip
-        """`role`: prefill | decode, what it tells gateways it is for. `table`: what follows from each event of a leg.
-        `digest`: the tokenizer's. `admin`: to which it adds what it has to say. Without a `roofline` there is no
-        baton_utilisation."""
+        """Connect the parts of a worker; nothing runs yet. `role`: prefill | decode, as told to gateways. `table`: the
+        transitions of legs. `digest`: the tokenizer's. `admin`: the port to which this adds its metrics and readiness.
+        Without a `roofline` there is no baton_utilisation."""
         self.engine = engine
         self._settings, self._role, self._digest = settings, role, digest
         self._memory, self._bound, self._admin = memory, bound, admin
@@ -214,8 +214,8 @@ class Worker:
         await self._exits.aclose()
 
     async def drain_when(self, stop: asyncio.Event) -> str:
-        """Serve until `stop`, or until a Drain comes over gRPC. Then refuse what is new, let what runs end or move, and
-        close every session. Return the role that comes next, or ""."""
+        """Serve until `stop` or a Drain call. Then refuse new requests, let running ones end or move, and close every
+        session. Return the role that this process takes next, or ""."""
         ending = asyncio.create_task(self._drain.end_on(stop))
         try:
             await self._drain.asked.wait()
@@ -226,11 +226,11 @@ class Worker:
 
     @property
     def stays_away(self) -> bool:
-        """Whether the last to drain it asked that it is not started again."""
+        """Return whether the last Drain call asked that this worker is not started again."""
         return self._drain.stays_away
 
     async def _start(self) -> None:
-        """Start each part, and note its end; ends run in the opposite order."""
+        """Start each part and register its end; ends run in reverse order."""
         exits, server, settings = self._exits, self._bound.server, self._settings
         exits.callback(self._memory.close)
         if (ranks := self.engine.ranks) is not None:
@@ -281,7 +281,7 @@ class Worker:
 
 
 class NextRole(NamedTuple):
-    """The role that a drained worker takes next, at the same address."""
+    """The role that a drained worker takes next at the same address."""
 
     role: str
     address: str
@@ -289,9 +289,9 @@ class NextRole(NamedTuple):
 
 @asynccontextmanager
 async def running(settings: WorkerSettings, role: str, table: Table, stop: asyncio.Event) -> AsyncIterator[Worker]:
-    """A worker with its model, which serves within the block; the process ends if `stop` comes before it has. Raises
-    ListenError, ModelError, SettingsError or ValueError, one line each."""
-    bound = bind_server(settings)  # before the weights: a port that is taken shows at once
+    """Run a worker within the block; the process ends if `stop` comes before its model is loaded. Raises ListenError,
+    ModelError, SettingsError or ValueError, one line each."""
+    bound = bind_server(settings)  # before loading weights, so that a taken port is reported immediately
     model_name = settings.engine.served_model_name or read_spec(settings.engine.model).name
     async with (
         open_admin(settings.admin, settings.admin_hosts, model_name, settings.tls) as admin,
@@ -310,7 +310,7 @@ async def running(settings: WorkerSettings, role: str, table: Table, stop: async
 
 
 async def serve(settings: WorkerSettings, role: str, table: Table, stop: asyncio.Event) -> NextRole | int:
-    """Serve until `stop`, or until a Drain comes, then drain; return the exit status, or what comes next. Raises as
+    """Serve until `stop` or a Drain call, then drain. Return the exit status, or the role to take next. Raises as
     `running` does."""
     telemetry.setup(f"baton-{role}")
     async with running(settings, role, table, stop) as worker:
@@ -322,12 +322,12 @@ async def serve(settings: WorkerSettings, role: str, table: Table, stop: asyncio
         next_role = await worker.drain_when(stop)
         status = STAYS_AWAY if worker.stays_away else 0
     telemetry.shut_down()
-    # Asked again: a signal may have come while all this closed, and what takes the next role has no memory of it.
+    # `stop` is checked again: a signal may have come while the worker closed, and the next program would not know it.
     return NextRole(next_role, f"{host}:{worker.port}") if next_role and not stop.is_set() else status
 
 
 def _log_start(settings: WorkerSettings, engine: Engine) -> None:
-    """Log what was loaded, and what of it is less than it might be."""
+    """Log what was loaded, and warn of anything slower or smaller than it could be."""
     log.info("%s", start_line(engine))
     for line in start_details(engine):
         log.debug("%s", line)
@@ -348,13 +348,13 @@ def _log_start(settings: WorkerSettings, engine: Engine) -> None:
 
 
 def _devices_of(engine: Engine) -> list[torch.device]:
-    """Return what its ranks compute on, the first one first."""
+    """Return the devices of the engine's ranks, the first rank's first."""
     own = engine.pool.device
     return [own] if own.type == "cpu" or engine.ranks is None else devices_for(engine.config)
 
 
 def _unused_gpu(engine: Engine) -> str:
-    """Return why `--device auto` took the CPU of a machine with an NVIDIA driver; "" where it did not."""
+    """Return why `--device auto` chose the CPU on a machine with an NVIDIA driver; "" if it did not."""
     if engine.pool.device.type != "cpu" or engine.config.device != "auto" or not DRIVER.exists():
         return ""
     return gpu_refusal() or unfit()

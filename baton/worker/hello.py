@@ -27,13 +27,14 @@ from kvtransfer.wire import layout_to_proto
 
 
 def new_identity(engine: Engine) -> SourceIdentity:
-    """Name one start of a worker: random instance and epoch, and the model and numerics of its KV."""
+    """Return a new identity for this start of a worker: random instance and epoch, with the model and numerics of its
+    KV."""
     instance, epoch = secrets.token_bytes(INSTANCE_BYTES), secrets.randbits(64)
     return SourceIdentity(instance, epoch, engine.model_identity, str(engine.numerics_class))
 
 
 def make_hello(engine: Engine, role: str, identity: SourceIdentity, digest: bytes, transfer: KVTransfer) -> pb.Hello:
-    """Describe a worker whose KV is served already. `digest`: the tokenizer's."""
+    """Return the Hello of a worker whose KV is already served. `digest`: the tokenizer's."""
     endpoints = transfer.source.endpoints()
     hello = pb.Hello(
         protocol_min=PROTOCOL,
@@ -80,8 +81,8 @@ def _add_group(group, ranks: Ranks, num_stages: int) -> None:
 
 
 def tokenizer_digest(folder: Path) -> bytes:
-    """Return the digest of tokenizer.json, or of a .gguf file's tokenizer: a gateway with another one would speak of
-    other tokens. Raises ModelError."""
+    """Return the digest of tokenizer.json or of a .gguf file's tokenizer, by which a gateway with another tokenizer is
+    found. Raises ModelError."""
     if is_gguf(folder):
         try:
             return GGUFHeader(folder).tokenizer_digest

@@ -1,4 +1,4 @@
-"""Both ends of the KV transfer of one worker, over one pool or those of its ranks: a source that gives and a fetcher
+"""Run both ends of a worker's KV transfer, over one pool or the pools of its ranks: a source that gives and a fetcher
 that takes."""
 
 import logging
@@ -29,12 +29,13 @@ from kvtransfer.transports.endpoints import Address
 from kvtransfer.transports.transport import allowed, local_host_id
 
 log = logging.getLogger(__name__)
-REGISTERING = "nixl"  # registers the pages of a pool once, where its network card then finds them
+REGISTERING = "nixl"  # the transport that registers the pages of a pool once, for the network card
 
 
 def usable_transports(engine: Engine, settings: WorkerSettings) -> list[str]:
-    """Return the transports of the settings, in their order. Raises ValueError where pages of the pool come and go, and
-    one is named that does not follow, or where, on a CPU, none of them moves the model's states."""
+    """Return the transports of the settings, in order, that this engine's pool can use. Raises ValueError if the
+    settings name one that cannot follow a pool whose pages come and go, or if, on a CPU, no transport moves the model's
+    states."""
     found = [name for name in allowed(settings.transports) if name not in settings.refused_transports]
     if engine.layout.state is not None and engine.pool.device.type == "cpu" and found == [REGISTERING]:
         raise ValueError(
@@ -52,22 +53,22 @@ def usable_transports(engine: Engine, settings: WorkerSettings) -> list[str]:
 
 
 class KVTransfer:
-    """`handoff` leases what is here, `intake` pulls what other workers have. `gives` and `takes`: words for the KV that
-    others may take from here, and that may come here; `layout`: of all of it. Usable by legs at once; takers reach it
-    from `start` on."""
+    """Own both ends. `handoff` leases this worker's KV, `intake` pulls KV of other workers; legs may use both before
+    `start`, takers connect after it. `gives` and `takes`: labels of KV that may leave and come; `layout`: of the whole
+    model's KV."""
 
     def __init__(
         self, engine: Engine, memory: PoolMemory, identity: SourceIdentity, settings: WorkerSettings, guard: Guard
     ):
-        """`guard` protects KV over gRPC. Raises LayoutMismatch for a layout that cannot be moved, ValueError for a
-        transport that this pool cannot have."""
+        """Set up both ends; `guard` protects KV over gRPC. Raises LayoutMismatch for a layout that cannot be moved,
+        ValueError for a transport that this pool cannot use."""
         self._settings, self._mirror_gib = settings, memory.mirror_gib
         self._transports = usable_transports(engine, settings)
         self._security = kv_security(settings.tls, guard)
         self.host_id = local_host_id(settings.kv_socket_dir)
         self._group = RankPools.of(engine)
         self.layout = self._group.sharding.layout
-        self.gives, self.takes = [], []  # states on a GPU do not cross: such workers do not meet
+        self.gives, self.takes = [], []  # without labels no KV is exchanged: states on a GPU cannot be moved
         if engine.pool.device.type == "cpu" or engine.layout.state is None:
             self.gives = gives(self.layout, identity.numerics_class, is_strict=settings.strict_numerics)
             self.takes = takes(self.layout, identity.numerics_class, is_strict=settings.strict_numerics)
@@ -86,7 +87,7 @@ class KVTransfer:
         )
 
     async def start(self) -> None:
-        """Listen for takers. Raises OSError naming what cannot be listened on."""
+        """Listen for takers. Raises OSError, which names what cannot be listened on."""
         await self.source.start(self._address)
         if self._group_source is None:
             return
@@ -122,7 +123,7 @@ class KVTransfer:
         return source
 
     def _make_fetcher(self, pool: LocalPool, identity: SourceIdentity) -> Fetcher:
-        if self._group.joined:  # all KV comes here, and goes on from here
+        if self._group.joined:  # all KV is pulled here, and sent on to the other hosts
             pool = replace(pool, sharding=Sharding.whole(self.layout))
         settings = self._settings
         return Fetcher(
@@ -132,11 +133,12 @@ class KVTransfer:
         )  # fmt: skip
 
     def _own_transports(self) -> list[str]:
-        """Return those of this process: beside ranks on other hosts, those whose source sends."""
+        """Return the transports of this process. Together with ranks on other hosts only those whose source sends can
+        be used."""
         return [name for name in self._transports if CAPABILITIES[name].source_sends or not self._group.joined]
 
     def _fetcher_into(self, engine: Engine) -> KVFetcher:
-        """Return what brings KV to all ranks."""
+        """Return the fetcher that brings KV to all ranks."""
         if self._group.joined:
             return RelayingFetcher(self._fetcher, engine.pool, self._group.joined)
         return GroupFetcher(self._fetcher, self._fetches) if self._fetches else self._fetcher
@@ -148,7 +150,7 @@ class KVTransfer:
             self._group_source.handle_note(index, note)
 
     def _device_settings(self) -> DeviceSettings:
-        """Return what ranks on GPUs of this host must know of the settings."""
+        """Return the settings that ranks on GPUs of this host need."""
         settings, tls = self._settings, self._settings.tls
         return {
             "transports": self._transports, "listen_host": settings.listen_host, "digest": settings.kv_digest,

@@ -1,4 +1,4 @@
-"""The command line of a worker, with the name and defaults of its role."""
+"""Run the command line of a worker, with the name and defaults of its role."""
 
 import os
 import sys
@@ -20,18 +20,20 @@ SWITCH_INTERVAL_S = 0.001
 
 @dataclass(frozen=True)
 class Role:
+    """One of the two roles of a worker program."""
+
     name: str  # prefill | decode
     description: str
-    gpu_defaults: Mapping[str, object] = field(default_factory=dict)  # of WorkerSettings; on a CPU its own suit both
+    gpu_defaults: Mapping[str, object] = field(default_factory=dict)  # replace defaults of WorkerSettings on a GPU
 
 
 def main(
     role: Role, load_table: Callable[[], "Table"], argv: Sequence[str] | None = None,  # noqa: F821
     serve: Callable[..., Awaitable[int]] | None = None,
 ) -> int:  # fmt: skip
-    """Run a worker to its end: 0 drained, 1 failed, 2 wrong use or a model that cannot be served, 3 drained to stay
-    away; a failed start says why in one line on stderr. `load_table`: returns the states of its legs, and imports
-    torch. `serve`: in place of app.serve, where the process is more than a worker."""
+    """Run a worker to its end. Return 0 when it was drained, 1 when it failed, 2 for wrong use or a model that cannot
+    be served, 3 when it was drained to stay away; a failed start writes one line to stderr. `load_table` returns the
+    transitions of legs, and imports torch. `serve` replaces app.serve if the process is more than a worker."""
     prog = f"{role.name}_worker"
     parser = make_parser(f"python -m {prog}", role.description)
     parser.add_argument("--config", type=Path, metavar="FILE", help="settings as TOML; environment and flags win")
@@ -44,14 +46,14 @@ def main(
         return fail(prog, one_line(error), WRONG_USE)
     logs.setup(role.name, settings.log_level)
 
-    # Two workers on one machine share its cores: a thread that spins for work it does not have stalls the other's
-    # parallel regions (seen: about 8 ms each on 2 cores).
+    # Two workers on one machine share its cores: a thread of one that spins for work stalls parallel regions of the
+    # other (measured: about 8 ms each on 2 cores).
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    # The event loop may hold the interpreter this long when the engine's thread wants it back after an operator; the
-    # default of 5 ms is a whole step of a small model. Each who waits looks as often: at 0.1 ms, and 16 streams, a
-    # worker made ten system calls a token for it.
+    # The event loop may hold the interpreter for this long when the engine's thread wants it back after an operator;
+    # the default of 5 ms is a whole step of a small model. Waiting threads poll at the same interval: with 0.1 ms and
+    # 16 streams a worker made ten system calls per token.
     sys.setswitchinterval(SWITCH_INTERVAL_S)
-    # Only now: torch takes seconds, and a wrong flag or --help should not wait for it.
+    # Imported only now: torch takes seconds, and a wrong flag or --help should not wait for it.
     with progress.phase(prog, "importing torch"):
         from baton.engine.core.device import find_device
         from baton.engine.core.model_errors import ModelError
@@ -73,7 +75,7 @@ def main(
 
 
 def _become(following: "NextRole", argv: Sequence[str]) -> NoReturn:  # noqa: F821
-    """Replace this process by the other role's program, at the address where gateways know it."""
+    """Replace this process by the other role's program, at the address that gateways know."""
     listen = ("--listen", following.address)
     os.execv(sys.executable, [sys.executable, "-m", f"{following.role}_worker", *argv, *listen])
 

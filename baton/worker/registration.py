@@ -1,4 +1,4 @@
-"""Register a worker with gateways: where it can be dialled, repeated for as long as it serves."""
+"""Register a worker with gateways: tell them its address, again and again while it serves."""
 
 import asyncio
 import logging
@@ -23,8 +23,8 @@ log = logging.getLogger(__name__)
 
 
 async def register(gateways: tuple[str, ...], request: pb.RegisterRequest, access: Access) -> None:
-    """Register with all of `gateways` until cancelled. One that does not answer is asked again; why is logged, and
-    whenever that changes."""
+    """Register with all of `gateways` until cancelled. A gateway that does not answer is tried again; the reason is
+    logged when it changes."""
     async with asyncio.TaskGroup() as group:
         for address in gateways:
             tasks.start(f"registration {address}", partial(_with, address, request, access), group=group)
@@ -34,7 +34,7 @@ async def _with(address: str, request: pb.RegisterRequest, access: Access) -> No
     last_why: str | None = None
 
     def note(why: str) -> None:
-        """Log that it is registered, or `why` it is not, where that is news."""
+        """Log that the worker is registered, or `why` it is not, if that has changed."""
         nonlocal last_why
         if why == last_why:
             return
@@ -44,7 +44,7 @@ async def _with(address: str, request: pb.RegisterRequest, access: Access) -> No
 
     while True:
         try:
-            # Anew after a failure: a channel keeps the certificates that were there when it was opened.
+            # Opened again after a failure, since a channel keeps the certificates that it was opened with.
             async with open_channel(address, access) as channel:
                 stub = worker_pb2_grpc.RegistrationStub(channel)
                 while True:
@@ -53,14 +53,14 @@ async def _with(address: str, request: pb.RegisterRequest, access: Access) -> No
                     await asyncio.sleep(max(0.1, response.ttl_s / 3))
         except grpc.aio.AioRpcError as error:
             note(f"{error.code().name}: {error.details()}{_ended(access)}")
-        except OSError as error:  # a certificate that is not there for a moment
+        except OSError as error:  # a certificate may be missing while it is replaced
             note(f"{error.filename}: {error.strerror}")
         await asyncio.sleep(PAUSE_S)
 
 
 def _ended(access: Access) -> str:
-    """Return what to say of this worker's certificate if it has ended: a gateway closes the connection, which does not
-    say why."""
+    """Return a remark if this worker's certificate has expired: the gateway then closes the connection without a
+    reason."""
     if access.tls_cert is not None:
         with suppress(OSError, ValueError):
             if (end := end_of(access.tls_cert.read_bytes())) < time.time():

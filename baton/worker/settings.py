@@ -13,16 +13,16 @@ from kvtransfer.memory.cuda_runtime import find_runtime, gpu_refusal
 from kvtransfer.transports.socket_folder import default_parent
 
 TRANSPORTS = ("auto", "cuda_ipc", "shm", "nixl", "tcp", "grpc")
-LEAST_LEASE_S = 2.0  # gateways renew a lease every 1.5 s, and workers that fetch every second
-IN_PLAIN_TEXT = ("nixl", "tcp")  # of these, those that reach other machines, and that TLS does not cover
+LEAST_LEASE_S = 2.0  # gateways renew a lease every 1.5 s, fetching workers every second
+IN_PLAIN_TEXT = ("nixl", "tcp")  # transports that reach other machines and have no TLS
 _LABEL = r"[A-Za-z0-9_]([A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?"
 _HOST = re.compile(rf"({_LABEL}\.)*{_LABEL}")
 
 
 @dataclass(frozen=True)
 class WorkerSettings(Exposure):
-    """The settings of a worker process; those of its engine are declared by EngineConfig, and are flags of the worker
-    like its own. Raises ValueError, one line, for what cannot have an effect."""
+    """Settings of a worker process. Those of its engine are declared by EngineConfig and are flags of the worker too.
+    Raises ValueError, one line, for a setting that can have no effect."""
 
     engine: EngineConfig
     listen: str = option("address of the gRPC server; port 0: the system chooses", "127.0.0.1:0", metavar="HOST:PORT")
@@ -103,11 +103,11 @@ class WorkerSettings(Exposure):
 
     @property
     def host_folder(self) -> Path:
-        """Return the folder in which the workers of this host find each other."""
+        """Return the folder by which the workers of this host find each other."""
         return self.kv_socket_dir or default_parent()
 
     def address_at(self, port: int) -> str:
-        """Return the address at which gateways reach this worker, which listens on `port`."""
+        """Return the address at which gateways reach this worker when it listens on `port`."""
         host = self.advertise_host or self.listen_host
         return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
@@ -117,11 +117,11 @@ class WorkerSettings(Exposure):
 
     @property
     def refused_transports(self) -> tuple[str, ...]:
-        """Transports that `auto` must not choose."""
+        """Return the transports that `auto` must not choose."""
         return () if self._may_be_plain else IN_PLAIN_TEXT
 
     def _check_address(self) -> None:
-        """Raise ValueError for an address at which takers could not find the KV of this worker."""
+        """Raise ValueError for an address at which takers could not find this worker's KV."""
         if self.kv_socket_dir is not None and not self.kv_socket_dir.is_dir():
             raise ValueError(f"--kv-socket-dir {self.kv_socket_dir}: no such folder")
         self._check_kv_port()
@@ -140,10 +140,10 @@ class WorkerSettings(Exposure):
                 raise ValueError(f"--gateways: {gateway}: nobody listens at port 0")
 
     def _check_kv_port(self) -> None:
-        """Raise ValueError where no port is taken, or too few are left for as many as may be."""
+        """Raise ValueError if --kv-port has no effect, or too few ports follow it."""
         if not self.kv_port:
             return
-        from kvtransfer.transports.endpoints import num_ports  # numpy and protobuf with it, for 0.3 s
+        from kvtransfer.transports.endpoints import num_ports  # imports numpy and protobuf, which takes 0.3 s
 
         chosen = set(self.transports)
         if "auto" in chosen:
@@ -158,11 +158,11 @@ class WorkerSettings(Exposure):
 
     @property
     def _may_have_gpu(self) -> bool:
-        """Asks the driver: torch is not imported yet."""
+        """Return whether a GPU may be used, as the driver says, since torch is not imported yet."""
         return self.engine.device != "cpu" and find_runtime() is not None
 
     def _check_gpu(self) -> None:
-        """Raise ValueError for what needs a GPU where there is none."""
+        """Raise ValueError for a setting that needs a GPU if there is none."""
         engine = self.engine
         if self._may_have_gpu:
             return
@@ -184,8 +184,8 @@ class WorkerSettings(Exposure):
 
 
 def _is_host(text: str) -> bool:
-    """Return whether it is a name, or an IP address that means the same on other machines: one with a scope does
-    not."""
+    """Return whether `text` is a host name, or an IP address that means the same on other machines: one with a scope
+    does not."""
     if ":" not in text:
         return bool(_HOST.fullmatch(text))
     try:

@@ -1,1 +1,1 @@
-"""KV on its way in and out: intake of a taker, handoff of a source, conversions and digests."""
+"""Move KV in and out: intake for a taker, handoff for a source, conversions and digests."""

@@ -1,6 +1,5 @@
-"""Sum a GPU pool's words on the device, and copy blocks to and from the host memory that mirrors it. Everything runs
-beside the engine's steps, on a stream of its own.
-"""
+"""Sum a GPU pool's words on the device, and copy blocks to and from its mirror in host memory. All this runs beside the
+engine's steps, on a stream of its own."""
 
 import math
 import threading
@@ -15,26 +14,28 @@ from baton.engine.kv.pool import KVPool
 from kvtransfer.memory.device_memory import DeviceRegion
 from kvtransfer.memory.pools import BytePlaces, DevicePool
 
-STAGING_BYTES = 16 << 20  # of pinned memory; a driver copies pageable memory through pieces of its own, at 3 to 6 GB/s
+STAGING_BYTES = 16 << 20  # of pinned memory; drivers copy pageable memory at only 3 to 6 GB/s
 _ELEMENTS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 
 
 def device_pool(pool: KVPool, region: DeviceRegion, mirror: memoryview) -> DevicePool:
-    """`region`: the pool's memory; `mirror`: writable, as large as the pool."""
+    """Return the pool with its functions. `region`: the pool's memory; `mirror`: writable host memory of the pool's
+    size."""
     crossing = Crossing(pool.whole, torch.frombuffer(mirror, dtype=torch.uint8, count=pool.whole.numel()))
     return DevicePool(region, crossing.sums, crossing.copy_out, crossing.copy_in)
 
 
 class Crossing:
-    """See kvtransfer.memory.pools.DevicePool. Thread-safe; blocks are written by no step meanwhile."""
+    """Implement the functions of kvtransfer.memory.pools.DevicePool. Thread-safe. No step may write the blocks
+    meanwhile."""
 
     def __init__(self, pool: Tensor, mirror: Tensor):
-        """uint8, contiguous, of one size."""
+        """Copy between `pool` and `mirror`, both uint8, contiguous and of one size."""
         self._device, self._host = pool.view(-1), mirror.view(-1)
         self._stream = torch.cuda.Stream(pool.device) if pool.device.type == "cuda" else None
         self._running = threading.Lock()
         self._staged = torch.empty(0, dtype=torch.uint8)
-        self._tables: dict[tuple[int, int], Tensor] = {}  # of weights, by length and first one
+        self._tables: dict[tuple[int, int], Tensor] = {}  # weights on the device, by length and first weight
 
     def copy_out(self, places: BytePlaces, ids: np.ndarray) -> None:
         def move(device: Tensor, host: Tensor, some: np.ndarray, staged: Tensor) -> None:
@@ -54,7 +55,7 @@ class Crossing:
     def sums(
         self, places: BytePlaces, word_bytes: int, ids: np.ndarray, table: np.ndarray, starts: np.ndarray
     ) -> np.ndarray:  # fmt: skip
-        """int64 wraps as uint64 does."""
+        """Return weighted sums uint64 [block, unit, row, head]. torch has int64 only, which wraps like uint64."""
         with self._running, self._on_device(), torch.cuda.stream(self._stream):
             words = _elements(self._device, places, word_bytes)[self._there(ids)].view(_ELEMENTS[word_bytes])
             if word_bytes < 8:
@@ -65,12 +66,12 @@ class Crossing:
 
     @torch.inference_mode()
     def _copy(self, places: BytePlaces, ids: np.ndarray, move: Callable) -> None:
-        """`move` (elements on the device, in host memory, which blocks, pinned memory for these) as much as fits there,
-        until all blocks have been copied."""
+        """Call `move` (elements on the device, elements on the host, block ids, pinned memory for these blocks) for as
+        many blocks at a time as fit in pinned memory."""
         device, host = (_elements(each, places) for each in (self._device, self._host))
         block_bytes = host[0].numel() * host.element_size()
         at_once = max(1, STAGING_BYTES // block_bytes)
-        # One at a time: of two copies that were begun in one order the other could end first.
+        # One call at a time: of two copies, the one that began later could end first.
         with self._running, self._on_device(), torch.cuda.stream(self._stream):
             for begin in range(0, len(ids), at_once):
                 some = ids[begin : begin + at_once]
@@ -80,8 +81,8 @@ class Crossing:
                     self._stream.synchronize()
 
     def _on_device(self) -> AbstractContextManager:
-        """Of the thread, which may be any executor's: leaving a stream that is not of its device makes a context there,
-        on the first GPU."""
+        """Set the thread's current device. A thread that leaves a stream of another device would make a context on the
+        first GPU."""
         return nullcontext() if self._stream is None else torch.cuda.device(self._device.device)
 
     def _staging(self, num_bytes: int) -> Tensor:
@@ -101,7 +102,7 @@ class Crossing:
 
 
 def _elements(flat: Tensor, places: BytePlaces, at_most: int = 8) -> Tensor:
-    """[block, ..., elements] of a pool, the elements as wide as every stride allows."""
+    """Return the pool as [block, ..., elements], with elements as wide as all strides allow."""
     size = math.gcd(at_most, places.offset, places.counts[-1], *places.strides)
     counts = (len(flat) // places.strides[0], *places.counts[:-1], places.counts[-1] // size)
     strides = (*(stride // size for stride in places.strides), 1)

@@ -1,7 +1,7 @@
-"""The source's side: prompts that are prefilled here, and spans that are cached here, leased to a taker.
+"""Lease prompts that are prefilled here, and spans that are cached here, to takers: the source's side.
 
 accept ─► lease (handle, ticket) ─► advance with the watermark ─► finish ─► taken to the end │ expired │ cancelled
-             └─ the same lease for another taker: a ticket of its own       └─ lease over, once for each leg on it
+             └─ another ticket of the same lease for another taker          └─ lease over, once for each leg on it
 """
 
 from collections.abc import Callable, Hashable, Sequence
@@ -16,11 +16,11 @@ from kvtransfer.transfer.leases import CANCELLED
 from kvtransfer.transfer.source import Offer
 from kvtransfer.wire import Taker, taker_from_proto
 
-OnLeaseEnd = Callable[[Key, str], None]  # a key, and how its lease ended: released | cancelled | expired
+OnLeaseEnd = Callable[[Key, str], None]  # (key of the leg, how the lease ended: released | cancelled | expired)
 
 
 class Leaseholders:
-    """The legs that have a lease (owners), and those that have a ticket for another leg's (guests). Each hears
+    """Remember which legs have a lease (owners) or a ticket for another leg's lease (guests), and tell each of them
     once that the lease is over."""
 
     def __init__(self) -> None:
@@ -39,12 +39,12 @@ class Leaseholders:
         self._owners[lease_id] = key, on_lease_end
 
     def add_guest(self, lease_id: bytes, guest: Leg, on_lease_end: OnLeaseEnd) -> None:
-        """Raises KeyError for a lease that has no owner."""
+        """Add a leg that has a ticket for this lease. Raises KeyError for a lease without an owner."""
         owner, _ = self._owners[lease_id]
         self._guests.setdefault(owner, []).append((guest, on_lease_end))
 
     def remove_guest(self, leg: Leg) -> OnLeaseEnd | None:
-        """Return whom to tell; None for a leg that is no guest."""
+        """Remove a guest and return its callback; None for a leg that is not a guest."""
         for guests in self._guests.values():
             for place, (guest, on_lease_end) in enumerate(guests):
                 if guest is leg:
@@ -53,7 +53,7 @@ class Leaseholders:
         return None
 
     def lease_ended(self, key: Key, ending: str) -> None:
-        """Tell the owner and the guests of a leg's lease, which the source has ended."""
+        """Tell the owner and the guests of a lease that the source has ended."""
         callbacks = [on_lease_end for owner, on_lease_end in self._owners.values() if owner == key]
         self._owners = {lease_id: each for lease_id, each in self._owners.items() if each[0] != key}
         guests = self._guests.pop(key, [])
@@ -64,7 +64,8 @@ class Leaseholders:
 
 
 class LeasingSource(Protocol):
-    """What leases KV: kvtransfer's Source, or that of a worker of several hosts."""
+    """The source that Handoff uses: kvtransfer's Source, or RankedSource for a worker whose ranks have pools of their
+    own. Its methods do what those of kvtransfer's Source say."""
 
     def offer(
         self, key: Hashable, blocks: Sequence[BlockRef], num_tokens: int, span_hashes: Sequence[bytes],
@@ -79,11 +80,11 @@ class LeasingSource(Protocol):
 
 
 class Handoff:
-    """All leases that this worker gives. Belongs to the event loop. `on_lease_end` is called once for each leg on a
-    lease, with how it ended: released, cancelled or expired."""
+    """Give leases to takers. Called in the event loop. `on_lease_end` is called once for each leg on a lease, with the
+    way it ended: released, cancelled or expired."""
 
     def __init__(self, source: LeasingSource, holders: Leaseholders):
-        """`holders.lease_ended` is what `source` calls."""
+        """Lease KV of `source`, which calls `holders.lease_ended` at each lease's end."""
         self._source = source
         self._holders = holders
 
@@ -94,8 +95,8 @@ class Handoff:
     def lease_prompt(
         self, leg: Leg, acceptance: Acceptance, taker: Taker, on_lease_end: OnLeaseEnd
     ) -> dict[str, bytes]:
-        """Lease a prompt that is being prefilled: return lease_id, handle and ticket. What is cached is ready now.
-        Raises KVError when the taker keeps KV otherwise."""
+        """Lease a prompt that is being prefilled; return lease_id, handle and ticket. Its cached tokens can be pulled
+        immediately. Raises KVError for a taker that this KV cannot feed."""
         request = leg.request
         offer = self._source.offer(
             leg.key,
@@ -113,7 +114,7 @@ class Handoff:
     def lease_chain(
         self, leg: Leg, acceptance: Acceptance, span_hashes: Sequence[bytes], taker: Taker, on_lease_end: OnLeaseEnd
     ) -> dict[str, bytes]:
-        """Lease whole spans that are here already."""
+        """Lease whole spans that are cached here; return lease_id, handle and ticket."""
         num_tokens = acceptance.num_cached_tokens
         offer = self._source.offer(
             leg.key, acceptance.blocks, num_tokens, span_hashes, span_hashes[-1], taker, num_ready_tokens=num_tokens,
@@ -123,27 +124,27 @@ class Handoff:
         return self._leased(leg, offer, on_lease_end)
 
     def lease_again(self, leg: Leg, lease_id: bytes, taker: Taker, on_lease_end: OnLeaseEnd) -> dict[str, bytes]:
-        """Lease what another leg has to one more taker; it ends with that leg's. Raises LeaseExpired,
+        """Lease another leg's KV to one more taker; this lease ends with that leg's. Raises LeaseExpired,
         LayoutMismatch."""
         offer = self._source.offer_again(lease_id, taker)
         self._holders.add_guest(lease_id, leg, on_lease_end)
         return self._ticketed(leg, offer)
 
     def advance(self, leg: Leg, upto_token: int, upto_layer: int | None = None) -> None:
-        """Let takers have KV below `upto_token`, of layers below `upto_layer` (None: all layers)."""
+        """Let takers pull KV below `upto_token` in the layers below `upto_layer` (None: all layers)."""
         self._source.advance(leg.key, upto_token, upto_layer)
 
     def finish(self, leg: Leg) -> None:
-        """End the lease as soon as its taker has everything: the prefill is complete."""
+        """Note that the prefill is complete: the lease ends as soon as its taker has everything."""
         self._source.finish(leg.key)
 
     def renew(self, leg: Leg, lease_id: bytes) -> None:
-        """Prolong a lease whose taker will come; do nothing for a lease that is not this leg's."""
+        """Renew a lease whose taker has not come yet; do nothing for a lease that is not this leg's."""
         if lease_id == leg.lease_id:
             self._source.renew(lease_id)
 
     def cancel(self, leg: Leg) -> None:
-        """End a leg's part in a lease; `on_lease_end` follows at once. Idempotent."""
+        """End a leg's part in a lease; `on_lease_end` follows. Idempotent."""
         if (on_lease_end := self._holders.remove_guest(leg)) is not None:
             self._source.withdraw(leg.ticket)
             on_lease_end(leg.key, CANCELLED)

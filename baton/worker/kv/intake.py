@@ -1,7 +1,7 @@
-"""The taker's side: pulls the KV of an admitted leg into blocks that the engine sets aside, and gives everything back.
+"""Pull the KV of an admitted leg into blocks that the engine sets aside: the taker's side.
 
 Fetch ─► fetcher.fetch ─ set_aside ─► bytes land ─ digest, epoch, generation, Confirm ─► verified ─► ... ─► Fetched
-             └─ on every exit: fetch_settled, so that a cancelled leg's blocks may be used again
+             └─ on every exit: fetch_settled, after which a cancelled leg's blocks may be used again
 """
 
 import asyncio
@@ -27,17 +27,17 @@ from kvtransfer.wire import decode_handle
 
 log = logging.getLogger(__name__)
 
-SILENCE_S = 1.0  # without a sign of a prefix, begun anew at each: to wait longer saves less than it costs
-_MAX_LOGGED = 256  # sources come and go with their workers
+SILENCE_S = 1.0  # a prefix whose source is silent for so long is given up: waiting longer costs more than it saves
+_MAX_LOGGED = 256  # remembered log lines, since sources come and go with their workers
 
 
 class KeyEnded(Exception):
-    """The engine has ended the leg in the middle of its fetch; the reason comes with its RequestEnded."""
+    """The engine has ended the leg during its fetch; its RequestEnded has the reason."""
 
 
 class EngineBlocks:
-    """The blocks of one leg, into which the fetcher writes. `on_verified(token)`: all below is verified, and stays as
-    it is. `on_progress()`: a range was announced, has landed, or is verified. Raises KeyEnded."""
+    """Give the fetcher the blocks of one leg to write. `on_verified(token)`: everything below is verified and does not
+    change. `on_progress()`: a range was announced, has landed, or is verified. Methods raise KeyEnded."""
 
     def __init__(
         self,
@@ -54,7 +54,8 @@ class EngineBlocks:
         self._refs: list[BlockRef] = []
 
     def set_aside(self, upto_token: int) -> list[BlockRef]:
-        """The engine is asked for new blocks alone, and for the last one again, which must be the same."""
+        """Return the blocks below `upto_token`. Only new blocks are requested from the engine, and the last known one
+        again, which must be unchanged."""
         self._on_progress()
         if self._engine.layout.num_blocks(upto_token) > len(self._refs):
             first = max(0, len(self._refs) - 1)
@@ -80,24 +81,25 @@ class EngineBlocks:
         self._on_verified(num_computed)
 
     async def caught_up(self) -> None:
-        """Return at once: the pool is where all who compute here find it."""
+        """Return without waiting: all readers use this pool."""
         self._on_progress()
 
 
 class KVFetcher(Protocol):
-    """What pulls KV: kvtransfer's Fetcher, or those of a worker whose ranks have pools of their own."""
+    """The fetcher that Intake uses: kvtransfer's Fetcher, or RankedFetcher or RelayingFetcher for a worker whose ranks
+    have pools of their own."""
 
     async def fetch(self, handle: bytes, ticket: bytes, destination: Destination, deadline: float) -> FetchReport: ...
 
 
 class Intake:
-    """All fetches of one worker. Belongs to the event loop."""
+    """Run the fetches of one worker. Called in the event loop."""
 
     def __init__(self, engine: Engine, fetcher: KVFetcher):
         self._engine = engine
         self._fetcher = fetcher
         self._fetching: set[asyncio.Task] = set()
-        self._logged: dict[tuple[bytes, str], None] = {}  # what was said of sources, the latest _MAX_LOGGED
+        self._logged: dict[tuple[bytes, str], None] = {}  # log lines about sources, the latest _MAX_LOGGED
 
     @property
     def num_fetches(self) -> int:
@@ -107,8 +109,8 @@ class Intake:
     def begin(
         self, leg: Leg, handle: bytes, ticket: bytes, on_end: Callable[[Leg, FetchReport | Status | None], None]
     ) -> None:
-        """Start a leg's fetch; its deadline is the request's. `on_end` is called once, with nothing more to land.
-        Raises KVError for a handle that is not this prompt's."""
+        """Start a leg's fetch, with the request's deadline. `on_end` is called once, when no more bytes can land.
+        Raises KVError for a handle of another prompt."""
 
         def arrived(upto_token: int) -> None:
             leg.num_pulled_tokens = max(0, upto_token - leg.num_cached_tokens)
@@ -118,8 +120,8 @@ class Intake:
     def begin_prefix(
         self, leg: Leg, on_end: Callable[[Leg, FetchReport | Status | None], None], on_verified: Callable[[int], None]
     ) -> bool:
-        """Start to fetch whole spans of a prompt that will be prefilled here, from the first of its sources that can be
-        asked. Return False where there is none, or the engine has ended the leg."""
+        """Start to fetch whole spans of a prompt that will be prefilled here, from the first usable one of its sources.
+        Return False if there is none, or the engine has ended the leg."""
         while leg.sources:
             handle, ticket = leg.sources.pop(0)
             try:
@@ -132,7 +134,7 @@ class Intake:
         return False
 
     def _begin_prefix(self, leg: Leg, handle: bytes, ticket: bytes, on_end, on_verified) -> None:
-        """Count what is verified as cached, for the next source too."""
+        """Fetch from one source. Verified tokens count as cached, for the next source too."""
         decoded = self._check(leg, handle)
         num_tokens = decoded.num_tokens
         if num_tokens % SPAN_TOKENS or num_tokens >= len(leg.request.token_ids):
@@ -147,13 +149,13 @@ class Intake:
         self._fetch(leg, decoded, handle, ticket, on_end, arrived, asyncio.timeout(SILENCE_S))
 
     def stop(self, leg: Leg) -> None:
-        """Cancel a fetch; `on_end` follows as soon as no byte can land any more. Idempotent."""
+        """Cancel a fetch; `on_end` follows when no more bytes can land. Idempotent."""
         leg.fetching.cancel()
 
     def _fetch(
         self, leg: Leg, decoded: KVHandle, handle: bytes, ticket: bytes, on_end, on_verified, silence: asyncio.Timeout
     ) -> None:
-        """`silence`: when it is given up though the request has time left."""
+        """Start the fetch; `silence` ends it early, though the request has time left."""
         skipped = self._engine.admission.skip(leg.key, decoded.num_tokens)
         begin = max(skipped, leg.num_cached_tokens) // SPAN_TOKENS * SPAN_TOKENS
         blocks = EngineBlocks(
@@ -162,11 +164,12 @@ class Intake:
         fetch = partial(self._fetcher.fetch, handle, ticket, blocks, leg.request.deadline)
         leg.fetching = asyncio.create_task(_unless_silent(fetch, silence), name=f"fetch {leg.key}")
         self._fetching.add(leg.fetching)
-        # A callback and not a `finally`: a task that is cancelled before its first step never enters its body.
+        # A callback, not a `finally`: a task that is cancelled before its first step never enters its body.
         leg.fetching.add_done_callback(lambda task: self._ended(leg, task, decoded.source_instance, on_end))
 
     def _check(self, leg: Leg, data: bytes) -> KVHandle:
-        """Return the handle, decoded. Raises ProtocolError for another prompt's: its KV would poison the cache."""
+        """Return the decoded handle. Raises ProtocolError for another prompt's handle, whose KV would poison the
+        cache."""
         handle = decode_handle(data)
         if handle.num_tokens > len(leg.request.token_ids):
             raise ProtocolError(f"the handle has {handle.num_tokens} tokens, the request {len(leg.request.token_ids)}")
@@ -176,7 +179,7 @@ class Intake:
 
     def _ended(self, leg: Leg, task: asyncio.Task, source: bytes, on_end) -> None:
         if not task.cancelled() and isinstance(error := task.exception(), DeviceHangs):
-            exit_for_lost_device(str(error))  # before the blocks, which may still be written, are anyone's again
+            exit_for_lost_device(str(error))  # before the blocks, which may still be written, can be reused
         self._fetching.discard(task)
         self._engine.admission.fetch_settled(leg.key)
         outcome = self._outcome(leg, task)
@@ -185,7 +188,7 @@ class Intake:
         on_end(leg, outcome)
 
     def _log_new(self, source: bytes, report: FetchReport) -> None:
-        """Log each source's transports and its numerics class once: every request would say the same."""
+        """Log each source's transports and numerics class once, since they are the same for every request."""
         self._log_once(source, report.transport, "KV is pulled by " + report.reason)
         if report.numerics == MIXED:
             self._log_once(source, MIXED, "KV of another numerics class is taken: mixed")
@@ -209,18 +212,18 @@ class Intake:
         if not isinstance(error, (KVError, TimeoutError, Refusal)):
             log.error("fetch failed %s", fields(key=leg.key), exc_info=error)
             exit_if_out_of_memory(error)
-            return end_status.internal(error)  # whatever it is, no client has made the mistake
+            return end_status.internal(error)  # no client can have caused it
         return end_status.of_exception(error)
 
 
 def _restart(silence: asyncio.Timeout) -> None:
-    """Begin it anew: something has come."""
+    """Restart the timeout, because something has come."""
     if silence.when() is not None and not silence.expired():
         silence.reschedule(asyncio.get_running_loop().time() + SILENCE_S)
 
 
 async def _unless_silent(fetch: Callable[[], Awaitable[FetchReport]], silence: asyncio.Timeout) -> FetchReport:
-    """Fetch. Raises PeerLost where `silence` is over first."""
+    """Return the result of `fetch`. Raises PeerLost if `silence` runs out first."""
     try:
         async with silence:
             return await fetch()

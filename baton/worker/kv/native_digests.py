@@ -1,4 +1,4 @@
-"""Copy and sum KV at the speed of memory, with native kernels where they could be built."""
+"""Copy and sum KV at the speed of memory, with native kernels if they could be built."""
 
 import ctypes
 
@@ -10,7 +10,7 @@ _POINTER, _NUMBER = ctypes.c_void_p, ctypes.c_int64
 
 
 class NativeMemoryKernels:
-    """See kvtransfer.memory.blocks.MemoryKernels."""
+    """Implement kvtransfer.memory.blocks.MemoryKernels with native kernels."""
 
     def __init__(self, library: native.NativeLibrary):
         self._sum = library.function("kv_word_sums", *[_POINTER] * 7, _NUMBER, *[_POINTER] * 3)
@@ -45,7 +45,7 @@ class NativeMemoryKernels:
 
 
 def memory_kernels() -> NativeMemoryKernels | None:
-    """Return the native kernels, or None where there are none: numpy does their work then."""
+    """Return the native kernels, or None if there are none, in which case numpy is used."""
     library = native.library()
     return None if library is None else NativeMemoryKernels(library)
 

@@ -1,4 +1,5 @@
-"""The memory of a worker's KV pool, where other processes may map it; on a GPU with a mirror in host memory."""
+"""Allocate the memory of a worker's KV pool so that other processes can map it; for a GPU, with a mirror in host
+memory."""
 
 import logging
 from pathlib import Path
@@ -25,24 +26,26 @@ log = logging.getLogger(__name__)
 
 
 def available_bytes() -> int:
-    """Return the host memory that this process could have: what is available, at most its container's limit."""
+    """Return the host memory that this process could still get: what is available, and at most its container's
+    limit."""
     line = next(line for line in MEMINFO.read_text().splitlines() if line.startswith("MemAvailable:"))
     return min(int(line.split()[1]) << 10, system.memory_limit())
 
 
 def mirror_bytes(pool_bytes: int, gib: float | None, available: int, num_gpus: int) -> int:
-    """Return the bytes of host memory that the mirror of a pool may take. Not given (`gib`): half of what is available,
-    by the GPUs of the host, of which each may have two workers."""
+    """Return the bytes of host memory that a pool's mirror may use. Without `gib`, half of what is available divided by
+    the GPUs of the host, each of which may have two workers."""
     share = available // (2 * max(1, num_gpus)) if gib is None else int(gib * GIB)
     return min(pool_bytes, share)
 
 
 class PoolMemory:
-    """`region`: the pool in host memory, or its mirror there; `gpu_region` and `device`: the pool on a GPU, or None;
-    `room`: of its mirror."""
+    """Own a pool's memory. `region`: the pool in host memory, or its mirror; `gpu_region` and `device`: the pool on a
+    GPU, or None; `room`: bounds the mirror."""
 
     def __init__(self, mirror_gib: float | None = None):
-        """mirror_gib: that the mirror of a pool on a GPU may take of host memory; None: see `mirror_bytes`."""
+        """Allocate nothing yet. `mirror_gib`: host memory that the mirror of a GPU's pool may use; None: see
+        `mirror_bytes`."""
         self.mirror_gib = mirror_gib
         self.region: Region | None = None
         self.gpu_region: DeviceRegion | None = None
@@ -52,7 +55,7 @@ class PoolMemory:
 
     @property
     def num_mirror_bytes(self) -> int | None:
-        """Return the bytes that the mirror has taken; None where there is none."""
+        """Return the bytes that the mirror uses; None without a mirror."""
         return None if self.room is None else self.room.num_resident * self._block_bytes
 
     def allocate(self, num_bytes: int) -> Region:
@@ -60,7 +63,7 @@ class PoolMemory:
         return self.region
 
     def allocate_on_gpu(self, num_bytes: int, device) -> DeviceRegion:
-        """Raises ValueError with the size where there is no room, or no libcudart to ask."""
+        """Allocate the pool on a GPU. Raises ValueError, with the size, if there is no room or no libcudart."""
         runtime = find_runtime()
         if runtime is None:
             raise ValueError("device cuda: libcudart was not found; leave --device at auto, or give cpu")
@@ -72,8 +75,7 @@ class PoolMemory:
         return self.gpu_region
 
     def mirror(self, pool: KVPool) -> None:
-        """Add host memory beside a pool on a GPU, for the transports that know no other; pages come as they are
-        used."""
+        """Add a mirror in host memory for transports that cannot read a GPU; its pages are allocated when used."""
         if self.gpu_region is None:
             return
         num_bytes, self._block_bytes = pool.whole.nbytes, max(1, pool.layout.block_bytes)
@@ -86,7 +88,7 @@ class PoolMemory:
         self.room = MirrorRoom(pool.num_blocks, max(1, most // self._block_bytes), self._drop)
 
     def as_local_pool(self, sharding: Sharding) -> LocalPool:
-        """Return it as transfers have it. Raises LayoutMismatch for a layout that cannot be moved."""
+        """Return the pool as kvtransfer uses it. Raises LayoutMismatch for a layout that cannot be moved."""
         return LocalPool.of(
             self.region.memory,
             sharding,
@@ -100,7 +102,7 @@ class PoolMemory:
         self.region.discard(first_block * self._block_bytes, num_blocks * self._block_bytes)
 
     def close(self) -> None:
-        """Unmap it. Nothing may compute any more."""
+        """Free the memory. Nothing may compute any more."""
         self.region.close()
         if self.gpu_region is not None:
             self.gpu_region.close()

@@ -1,1 +1,1 @@
-"""The legs that a worker serves: their states and events, what each has put out, and their index."""
+"""The legs that a worker serves: their states and events, the tokens that they have put out, and their index."""

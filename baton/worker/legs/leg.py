@@ -1,4 +1,5 @@
-"""One leg on this worker: its state, what of it is still out, and the stamps that its spans are made from."""
+"""Describe one leg on this worker: its state, what it has still to get back, and the times that its spans are made
+from."""
 
 import asyncio
 from enum import Enum
@@ -12,7 +13,7 @@ from kvtransfer.transfer.fetcher import FetchReport
 
 
 class Owed(Enum):
-    """Parts that must give something back before the leg may end."""
+    """Parts that hold something of a leg, and must give it back before the leg may end."""
 
     ENGINE = "engine"  # RequestEnded
     FETCH = "fetch"  # the task that lets bytes land here
@@ -20,28 +21,28 @@ class Owed(Enum):
 
 
 class Leg:
-    """Belongs to the event loop. Stamps are time.monotonic()."""
+    """One leg. Used in the event loop only."""
 
     def __init__(self, key: Key, outbox: Outbox):
         self.key = key
-        self.outbox = outbox  # of the session that it came through
+        self.outbox = outbox  # of the session that opened it
         self.state = LegState.ABSENT
         self.owed: set[Owed] = set()
         self.status: Status | None = None
         self.is_stream_lost = False
-        self.engine_key = key  # the engine knows a leg by its first key; an Attach brings another
+        self.engine_key = key  # the engine keeps a leg's first key; an Attach gives it another `key`
         self.fingerprint = b""  # of its request
         self.record: TokenRecord | None = None  # once it decodes
-        self.request: Request | None = None  # none for an Offer
-        self.traceparent = ""  # W3C; of the span that the gateway has for it
-        self.num_cached_tokens = 0  # here when it was admitted
+        self.request: Request | None = None  # None for an Offer
+        self.traceparent = ""  # W3C, of the gateway's span
+        self.num_cached_tokens = 0  # cached here when it was admitted
         self.first_tokens: tuple[FirstToken, ...] = ()
         self.lease_id = b""
-        self.ticket = b""  # the taker's, of that lease
-        self.sources: list[tuple[bytes, bytes]] = []  # handles and tickets of a prefix on other workers, best first
-        self.num_pulled_tokens = 0  # that came from other workers
-        self.pull_failure: Status | None = None  # of the last source that was asked, where not all of it came
-        self.num_matched_tokens: int | None = None  # of an Offer that is answered with NotHere
+        self.ticket = b""  # the taker's ticket of that lease
+        self.sources: list[tuple[bytes, bytes]] = []  # (handle, ticket) of prefixes on other workers, best first
+        self.num_pulled_tokens = 0  # from other workers
+        self.pull_failure: Status | None = None  # why the last source did not give all of its prefix
+        self.num_matched_tokens: int | None = None  # for an Offer that is answered with NotHere
         self.fetching: asyncio.Task | None = None
         self.timer: asyncio.TimerHandle | None = None
         # for spans and reports

@@ -1,4 +1,4 @@
-"""The live legs of one worker, by key; and by the one that the engine knows them by, once a gateway has attached."""
+"""Index the live legs of one worker by key, and by the engine's key once another gateway has attached."""
 
 from baton.engine.core.request import Key
 from baton.worker.legs.leg import Leg
@@ -7,7 +7,7 @@ from baton.worker.wire.outbox import Outbox
 
 
 class Legs(dict[Key, Leg]):
-    """Belongs to the event loop."""
+    """The live legs by key. Used in the event loop only."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -15,11 +15,11 @@ class Legs(dict[Key, Leg]):
 
     @property
     def num_busy(self) -> int:
-        """Legs that a gateway waits for."""
+        """Return the number of legs that a gateway waits for."""
         return sum(leg.state is not LegState.ORPHANED for leg in self.values())
 
     def is_taken(self, key: Key) -> bool:
-        """Return whether a live leg has this key, or the engine knows one by it."""
+        """Return whether a live leg has this key, now or in the engine."""
         return key in self or key in self._renamed
 
     def of_engine(self, key: Key) -> Leg | None:

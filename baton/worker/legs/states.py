@@ -1,4 +1,4 @@
-"""The states of a leg on a worker and the events that may happen to it. What follows: session/table.py.
+"""Name the states of a leg on a worker, and the events that may happen to it. session/table.py has the transitions.
 
     decode    absent ─ admit ─► admitted ─ fetch ─► fetching ─ fetched ─► fetched ─ start ─► running ─► ending ─► absent
                                    │                   └─ start ─► starting ─ fetched ─────────►┘
@@ -7,7 +7,7 @@
     source    absent ─ offer ───────────────────────────────► held
     parking   running ─ unread ─► parked ─ read ─► running;  ─ stream lost ─► orphaned ─ attach ─► running
 
-Everything else leads to `ending`: there the leg gives everything back, and with the last of it goes its one Ended.
+Everything else leads to `ending`: there the leg gives everything back, and its one Ended is sent when that is done.
 """
 
 from enum import Enum
@@ -16,15 +16,15 @@ from enum import Enum
 class LegState(Enum):
     ABSENT = "absent"
     ADMITTED = "admitted"  # a grant: credit, cached prefix pinned
-    FETCHING = "fetching"  # KV is on its way here
-    STARTING = "starting"  # the same, and the first tokens are known
+    FETCHING = "fetching"  # KV is being pulled
+    STARTING = "starting"  # KV is being pulled, and the first tokens are known
     FETCHED = "fetched"  # every block is verified
-    RUNNING = "running"  # the loop decodes it, or prefills and decodes it
-    PARKED = "parked"  # its tokens are unread: the loop computes none until the gateway reads on
-    ORPHANED = "orphaned"  # parked, and its stream is lost: a gateway may attach, for a while
+    RUNNING = "running"  # the engine decodes it, or prefills and decodes it
+    PARKED = "parked"  # too many tokens are unread: nothing is computed until the gateway reads them
+    ORPHANED = "orphaned"  # parked, and its stream is lost: a gateway may attach for a while
     PREFILLING = "prefilling"  # for a taker
-    HELD = "held"  # KV complete, leased
-    ENDING = "ending"  # its status is known, something of it is still out
+    HELD = "held"  # KV is complete and leased
+    ENDING = "ending"  # its status is known, and some part still holds something of it
 
 
 class LegEvent(Enum):
@@ -35,7 +35,7 @@ class LegEvent(Enum):
     FETCH = "fetch"
     START = "start"
     OFFER = "offer"
-    ATTACH = "attach"  # on another stream, by another attempt's key
+    ATTACH = "attach"  # another stream takes the leg over, with another attempt's key
     RENEW = "renew lease"
     CANCEL = "cancel"
     # outputs of the engine, ends of fetches and leases, the session and the clock
@@ -43,19 +43,19 @@ class LegEvent(Enum):
     PREFILL_DONE = "prefill done"
     TOKENS = "tokens"  # of a step
     FETCHED = "fetched"
-    FETCH_FAILED = "fetch failed"  # peer lost, ticket refused, digest wrong, time out, given up
-    LEASE_OVER = "lease over"  # taken to the end, expired, or given up
-    ENGINE_ENDED = "engine ended"  # finished, failed, its deadline, or given up
+    FETCH_FAILED = "fetch failed"  # peer lost, ticket refused, wrong digest, timeout, or cancelled
+    LEASE_OVER = "lease over"  # taken to the end, expired, or cancelled
+    ENGINE_ENDED = "engine ended"  # finished, failed, past its deadline, or cancelled
     STREAM_LOST = "stream lost"
     DEADLINE = "deadline"
     WINDOW_OVER = "window over"  # no gateway has attached
     UNREAD = "unread"  # the gateway does not read
-    READ = "read"  # it does again
-    GRACE_OVER = "grace over"  # the worker must go
+    READ = "read"  # the gateway reads again
+    GRACE_OVER = "grace over"  # the drain's grace period has ended
     # raised by actions
-    REFUSED = "refused"  # an opening command took nothing: the engine has no room, or the worker drains
+    REFUSED = "refused"  # an opening command allocated nothing: the engine has no room, or the worker drains
     STOP = "stop"  # an action failed, or found nothing to do
-    ALL_BACK = "all back"  # nothing of an ending leg is still out
+    ALL_BACK = "all back"  # an ending leg has got everything back
 
 
 OPENING = (LegEvent.ADMIT, LegEvent.PREFILL, LegEvent.PREFILL_HERE, LegEvent.OFFER)

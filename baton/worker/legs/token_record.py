@@ -1,13 +1,13 @@
-"""The tokens of a leg so far, for a gateway that lost its stream and continues behind the tokens that it has.
+"""Keep the tokens of a leg for a gateway that lost its stream and continues after the tokens that it has.
 
-Token ids are kept from the first on, a few KB a sequence; logprobs, which are larger by far, of the last tokens only.
+All token ids are kept, a few KB per sequence; logprobs, which are much larger, only of the last tokens.
 """
 
 from collections.abc import Iterator, Sequence
 
 from baton.engine.core.request import FinishReason, FirstToken, Key, Request, TokenLogprobs, TokenRun
 
-KEPT_LOGPROBS = 4096  # of each choice, at least; more than a session or a client may leave unread
+KEPT_LOGPROBS = 4096  # per choice, at least; more than a session or a client may leave unread
 
 
 class _Choice:
@@ -16,17 +16,17 @@ class _Choice:
     def __init__(self, token_ids: Sequence[int]):
         self.token_ids = list(token_ids)
         self.logprobs: list[TokenLogprobs] = []
-        self.num_dropped = len(self.token_ids)  # tokens whose logprobs are not here
+        self.num_dropped = len(self.token_ids)  # leading tokens whose logprobs are not kept
         self.finish_reason: FinishReason | None = None
 
 
 class TokenRecord:
-    """The tokens of one leg, by choice. Choices that are not here ended with their first token, where the prompt was
+    """The tokens of one leg by choice. A choice that is missing ended with its first token, where the prompt was
     read."""
 
     def __init__(self, request: Request, first_tokens: Sequence[FirstToken]):
         self._has_logprobs = request.sampling.logprobs is not None
-        known = request.token_ids[request.num_prompt_tokens :]  # what another attempt had put out
+        known = request.token_ids[request.num_prompt_tokens :]  # the output of earlier attempts
         self._choices: dict[int, _Choice] = {}
         for first in first_tokens:
             self._choices[first.choice] = _Choice(known)
@@ -37,7 +37,8 @@ class TokenRecord:
         self._add(self._choices[run.choice], run.token_ids, run.logprobs, run.finish_reason)
 
     def reaches(self, next_index: Sequence[int]) -> bool:
-        """Return whether all from these output indices on, one a choice, is here or still to come."""
+        """Return whether all tokens from these output indices on (one index per choice) are kept here or still to
+        come."""
         for choice, index in enumerate(next_index):
             known = self._choices.get(choice)
             if known is None:

@@ -1,1 +1,1 @@
-"""Report a worker: metrics, spans, the device's roofline, sizes of its tables."""
+"""Report a worker: metrics, spans, the device's roofline, and the sizes of its tables."""

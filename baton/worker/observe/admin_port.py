@@ -1,5 +1,5 @@
-"""A worker's --admin port. It answers from before the model is read, which takes half an hour where that is large: who
-asks meets a process that starts, not one that is down."""
+"""Serve a worker's --admin port. It answers even before the model is read, which takes half an hour for a large one, so
+that a starting process does not look like a dead one."""
 
 from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import asynccontextmanager
@@ -11,11 +11,11 @@ from baton.service.security.tls import Tls
 
 
 class AdminPort:
-    """`port`: where it listens; `metrics`: those of the process, to which the worker adds its own; `readiness`: what
-    /readyz says."""
+    """The admin port. `port`: where it listens; `metrics`: those of the process, to which the worker adds its own;
+    `readiness`: the answer of /readyz."""
 
     def __init__(self, model_name: str, hosts: Collection[str], tls: Tls | None):
-        """`hosts`: names that it is asked by; `tls`: of the worker's other ports."""
+        """Prepare the pages; `hosts`: names in requests that it answers to; `tls`: that of the worker's other ports."""
         self.metrics = Metrics(model_name)
         self.metrics.collect(*process_gauges(tls))
         self.readiness: Callable[[], tuple[bool, dict]] = lambda: (False, {"ready": False, "state": "starting"})
@@ -27,7 +27,7 @@ class AdminPort:
         self.port = await self._admin.start(address)
 
     async def stop(self) -> None:
-        """Idempotent."""
+        """Stop listening. Idempotent."""
         await self._admin.stop()
 
 
@@ -35,7 +35,7 @@ class AdminPort:
 async def open_admin(
     address: str, hosts: Collection[str], model_name: str, tls: Tls | None
 ) -> AsyncIterator[AdminPort]:
-    """Within the block the port answers. Raises ListenError."""
+    """Answer on the port within the block. Raises ListenError."""
     admin = AdminPort(model_name, hosts, tls)
     await admin.start(address)
     try:

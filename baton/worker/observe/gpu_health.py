@@ -16,7 +16,7 @@ import torch
 from baton.service.observe.metrics import Count, Gauge
 
 INTERVAL_S = 5.0
-# Reasons for lower clocks that an operator can do something about, by their names in NVML.
+# NVML's names of the reasons for lower clocks that an operator can act on.
 THROTTLING = {
     "power_cap": "nvmlClocksThrottleReasonSwPowerCap",
     "thermal": "nvmlClocksThrottleReasonSwThermalSlowdown",
@@ -31,8 +31,8 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class GpuHealth:
-    """What was read last. None and empty: the GPU, or its driver, does not tell. `xids`: errors that the driver has
-    reported since the worker started, by code."""
+    """The last readings of a GPU; None or empty where the GPU or its driver does not tell. `xids`: errors that the
+    driver has reported since the worker started, by code."""
 
     temperature_celsius: float | None = None
     power_watts: float | None = None
@@ -42,7 +42,7 @@ class GpuHealth:
 
 
 def readings_of(gpus: Mapping[str, GpuHealth]) -> tuple[Gauge | Count, ...]:
-    """Return the metrics of GPUs by their numbers."""
+    """Return the metrics of GPUs, labelled by their numbers."""
 
     def throttled() -> dict[tuple[str, str], float]:
         return {(gpu, reason): value for gpu, each in gpus.items() for reason, value in each.throttled.items()}
@@ -70,9 +70,9 @@ def readings_of(gpus: Mapping[str, GpuHealth]) -> tuple[Gauge | Count, ...]:
 
 @contextmanager
 def watch_gpus(devices: Sequence[torch.device]) -> Iterator[dict[str, GpuHealth]]:
-    """Read these GPUs every INTERVAL_S in a thread until the context ends: a reading may take milliseconds, which the
-    event loop has not. By the number of each among those that this process sees; on a CPU, and where NVML cannot be
-    used, which a log line says, none."""
+    """Read these GPUs every INTERVAL_S within the block, in a thread, since a reading may take milliseconds. Yield
+    their readings by GPU number, as this process numbers them; none on a CPU, or if NVML cannot be used, which is
+    logged."""
     if not any(device.type == "cuda" for device in devices):
         yield {}
         return
@@ -112,10 +112,10 @@ def _read_often(readers: Sequence["_Reader"], stop: threading.Event) -> None:
 
 
 class _Reader:
-    """What one GPU tells, read once and then whenever it is asked to."""
+    """Read one GPU."""
 
     def __init__(self, nvml: ModuleType, device: torch.device):
-        """Raises NVMLError for a GPU that NVML does not know."""
+        """Read the GPU once. Raises NVMLError for a GPU that NVML does not know."""
         self._nvml, self.number, self.health = nvml, str(device.index), GpuHealth()
         self._uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
         self._gpu = nvml.nvmlDeviceGetHandleByUUID(self._uuid)
@@ -144,7 +144,7 @@ class _Reader:
             log.error("the driver reports Xid %s of GPU %s, %s", event.eventData, self.number, self._uuid)
 
     def _ask(self, call: Callable[[], T]) -> T | None:
-        """Return its answer, None where it is not supported, there is no event, or the GPU is gone."""
+        """Return the answer of `call`; None if it is not supported, there is no event, or the GPU is gone."""
         try:
             return call()
         except self._nvml.NVMLError:

@@ -1,4 +1,4 @@
-"""Metrics of a worker: its load at each scrape, and each leg once, when it has ended."""
+"""Report metrics of a worker: its load at each scrape, and each leg once, when it has ended."""
 
 import resource
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ SPEEDUP_BUCKETS = (0.5, 0.8, 0.9, 0.95, 0.98, 1.0, 1.05, 1.1, 1.25, 1.5, 2, 2.5,
 
 
 class WorkerMeters:
-    """Adds to the metrics of its process."""
+    """The metrics of a worker."""
 
     def __init__(
         self,
@@ -26,8 +26,8 @@ class WorkerMeters:
         roofline: Roofline | None,
         num_denied: Mapping[tuple[str, str], int],
     ):
-        """`memory`: of the KV pool, which exists once for all layers. `roofline`: None where it was not measured.
-        `num_denied`: calls by (method, reason), as the guard counts them."""
+        """Add the worker's metrics to `metrics`. `memory`: the KV pool's. `roofline`: None if it was not measured.
+        `num_denied`: denied calls by (method, reason), as the guard counts them."""
         self._metrics = metrics
         self._engine, self._pool, self._roofline, self._cost = engine, memory, roofline, Cost(engine)
         self._prefix = metrics.counter("baton_prefix_tokens", "prompt tokens whose KV was found in a cache", "tier")
@@ -76,8 +76,8 @@ class WorkerMeters:
         self._metrics.collect(*readings_of(gpus))
 
     def ended(self, leg: Leg) -> None:
-        """Count a leg that has just ended, however it did."""
-        if done := leg.prefill_done:  # what it has pulled is a prefix, which counts as cached there, of whole blocks
+        """Count a leg that has just ended."""
+        if done := leg.prefill_done:  # pulled tokens are a prefix of whole blocks, and count as cached too
             self._prefix("pulled").inc(leg.num_pulled_tokens)
             self._prefix("local").inc(max(0, done.num_cached_tokens - leg.num_pulled_tokens))
         if report := leg.fetch_report:
@@ -108,7 +108,7 @@ class WorkerMeters:
         }
 
     def _waits(self) -> dict[str, float]:
-        """The rank that others wait for is the one that waits least."""
+        """Return the seconds that each rank has waited. The rank that the others wait for waits least."""
         if (ranks := self._engine.ranks) is None:
             return {}
         return {str(rank): ranks.group.waited_s(rank) for rank in range(ranks.group.degree)}

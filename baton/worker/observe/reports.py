@@ -1,4 +1,4 @@
-"""Send what gateways are not asked for: load, index events, health; and check that the ledger adds up."""
+"""Send load, index events and health without being asked, and check that the ledger adds up."""
 
 import asyncio
 import logging
@@ -21,9 +21,9 @@ LOAD_GAP_S = 0.02  # between two reports of changes
 INDEX_INTERVAL_S = 0.05
 LEDGER_INTERVAL_S = 0.5
 STALLED_AFTER_S = 3.0  # a loop that has work and does not step
-SLOWER_THAN_BEST = 10  # a step of a large model may take longer, and is no stall for that
-HUNG_AFTER = 10  # times as long a GPU has for a step before its process ends: a hung kernel never ends by itself
-COMPILED_WITHIN_S = 600.0  # a kernel that takes longer is as good as stuck
+SLOWER_THAN_BEST = 10  # a step of a large model may take so many times its best time before it counts as stalled
+HUNG_AFTER = 10  # so many times longer than until stalled, the process of a GPU ends: a hung kernel never returns
+COMPILED_WITHIN_S = 600.0  # compiling a kernel for longer counts as stalled
 INTEGRITY_INTERVAL_S = 5.0
 SERVICE_NAME = "baton.v1.Worker"
 
@@ -31,14 +31,14 @@ log = logging.getLogger(__name__)
 
 
 class Reports:
-    """Belongs to the event loop; `run` returns when it is cancelled."""
+    """Send reports until `run` is cancelled. Used in the event loop only."""
 
     def __init__(
         self, engine: Engine, loop: EngineLoop, commands: Commands, sessions: Sessions, health: Health,
         tables: Tables, changed: asyncio.Event, longest_step_s: float = 0.0,
     ):  # fmt: skip
-        """`changed`: set when the load is different, which is then sent soon. `longest_step_s`: at best; 0: not
-        known."""
+        """Report when `changed` is set, which means that the load has changed, and every LOAD_INTERVAL_S.
+        `longest_step_s`: the best time of the largest step; 0: unknown."""
         self._patience_s = max(STALLED_AFTER_S, SLOWER_THAN_BEST * longest_step_s)
         self._engine = engine
         self._loop = loop
@@ -53,7 +53,7 @@ class Reports:
 
     @property
     def state(self) -> str:
-        """serving | compiling | draining | stalled"""
+        """Return serving, compiling, draining or stalled."""
         if not self._loop.is_alive:
             return "stalled"
         if self._silent_s > self._patience_s:
@@ -72,7 +72,7 @@ class Reports:
         return since is not None and time.monotonic() - since < COMPILED_WITHIN_S
 
     def exit_if_hung(self) -> None:
-        """End the process whose GPU is busy with one step for good."""
+        """End the process if its GPU hangs in one step."""
         silent_s = self._silent_s
         is_hung = silent_s > HUNG_AFTER * self._patience_s and not self._is_compiling
         if is_hung and self._engine.pool.device.type == "cuda":
@@ -110,13 +110,13 @@ class Reports:
             await asyncio.sleep(LEDGER_INTERVAL_S)
 
     def _set_health(self) -> None:
-        """Report the health of the engine's loop, not of gRPC."""
+        """Report the health of the engine's loop as the gRPC health of this process."""
         serving = self.state in ("serving", "compiling")
         for service in ("", SERVICE_NAME):
             self._health.set(service, serving)
 
     def _check_integrity(self) -> None:
-        """Check the ledger when idle, if something has run since the last time."""
+        """Check the ledger when nothing runs, if something has run since the last check."""
         now, step = time.monotonic(), self._engine.step_number
         is_idle = not self._commands.legs and not self._engine.has_work()
         if not is_idle or step == self._checked_step or now - self._checked_at < INTEGRITY_INTERVAL_S:

@@ -1,5 +1,5 @@
-"""Cost of an engine's work, and the best rates of its device: measured at the worker's start with the most threads that
-the engine may have and its kernel, and kept for later starts on this machine."""
+"""Compute the cost of an engine's work, and measure the best rates of its device. They are measured at the worker's
+start, with the engine's kernel and its largest number of threads, and kept for later starts on this machine."""
 
 import contextlib
 import hashlib
@@ -23,24 +23,24 @@ from baton.engine.native.build import cache_folder
 from baton.engine.step_work import WorkRates
 from baton.engine.weights.forms import DenseWeight
 
-_READ_S, _MULTIPLY_S = 0.04, 0.06  # beside these, filling the memory that is read takes 0.03 to 0.1 s
-# Measured until 3 starts in a row find nothing 1.1 times better: other processes start beside them.
+_READ_S, _MULTIPLY_S = 0.04, 0.06  # filling the memory before reading takes 0.03 to 0.1 s more
+# Each start measures again until 3 in a row find nothing 1.1 times better, since other processes may be starting too.
 _NUM_STARTS, _BETTER = 3, 1.1
-_MIN_SIZE, _GROWTH = 256, 2  # rows and columns of the first product; a product this much larger takes its cube as long
+_MIN_SIZE, _GROWTH = 256, 2  # size of the first product, and its growth; time grows by the cube of it
 _MAX_SIZE = {"cpu": 1024, "cuda": 8192}
 _CUDA_BYTES = 256 << 20  # beyond any cache: 126 MB in a B200
 
 log = logging.getLogger(__name__)
 
-Product = Callable[[int], Callable[[], object]]  # takes rows, returns a product of square matrices that is ready to run
+Product = Callable[[int], Callable[[], object]]  # from the size of square matrices to their product, ready to run
 
 
 class Cost:
-    """The least bytes and FLOPs that any kernel needs for an engine's work, by the shapes of its model.
+    """Compute the least bytes and FLOPs that any kernel needs for an engine's work, from the shapes of its model.
 
-    bytes   the linear weights once a step, of experts those that its tokens choose, at most all; the KV of every
-            sequence's context, and of what is new, once; a sequence's state read and written once a step
-    FLOPs   2 a weight and token (the head: a drawn row); 4 an element of a query for each position that it sees"""
+    bytes   per step: the linear weights once (of experts, those that tokens choose, at most all); the KV of every
+            sequence's context and new tokens once; every sequence's state read and written once
+    FLOPs   2 per weight and token (for the head: per drawn row); 4 per element of a query and position that it sees"""
 
     def __init__(self, engine: Engine):
         spec, layout = engine.spec, engine.layout
@@ -70,20 +70,22 @@ class Cost:
 
 
 def full_step_s(engine: Engine, roofline: "Roofline") -> float:
-    """Return the seconds that the largest step takes at best."""
+    """Return the least seconds that the largest step can take."""
     one = WorkRates(steps=1, tokens=engine.config.max_num_batched_tokens)
     cost = Cost(engine)
     return cost.bytes_per_s(one) / roofline.bytes_per_s + cost.flops_per_s(one) / roofline.flops_per_s
 
 
 class Roofline(NamedTuple):
+    """The best rates of a device."""
+
     bytes_per_s: float
     flops_per_s: float
 
 
 def of_engine(engine: Engine) -> Roofline | None:
-    """Return the best rates that starts on this machine have measured; measure again while they still find better ones.
-    None where a GPU has no memory left to measure in."""
+    """Return the best rates that starts on this machine have measured, and measure again while better ones are found.
+    None if a GPU has no memory left for it."""
     model, config = engine.runner.model, engine.config
     threads = engine.runner.threads.most
     torch.set_num_threads(threads)
@@ -101,7 +103,8 @@ def of_engine(engine: Engine) -> Roofline | None:
 
 
 class Cache:
-    """A roofline in a file of `folder`, for engines with the same `key`. A file that cannot be written is left out."""
+    """Keep a roofline in a file of `folder`, for engines with the same `key`. If it cannot be written, nothing is
+    kept."""
 
     def __init__(self, folder: Path, key: tuple):
         self._path = folder / f"roofline-{hashlib.sha256(repr(key).encode()).hexdigest()[:16]}.json"
@@ -134,7 +137,7 @@ class Cache:
 
 
 def measure(device: torch.device, product: Product, now: Callable[[], float] = time.perf_counter) -> Roofline:
-    """Measure reading memory and products of square matrices, each for its fixed time."""
+    """Measure reading memory and multiplying square matrices, each for a fixed time."""
     timer = Timer(device, now)
     values = torch.ones(_CUDA_BYTES if device.type == "cuda" else _uncached_bytes(), dtype=torch.uint8, device=device)
     read_s = timer.best_s(values.view(torch.float32).sum, now() + _READ_S)
@@ -143,13 +146,13 @@ def measure(device: torch.device, product: Product, now: Callable[[], float] = t
 
 
 class Timer:
-    """Best times of actions on a device."""
+    """Measure the best times of actions on a device."""
 
     def __init__(self, device: torch.device, now: Callable[[], float]):
         self._device, self._now = device, now
 
     def best_s(self, action: Callable[[], object], deadline: float) -> float:
-        """Return the best of at least two runs, the first of which warms up."""
+        """Return the best time of at least two runs; the first one warms up."""
         best_s = self._once(action)
         while True:
             best_s = min(best_s, self._once(action))
@@ -157,8 +160,8 @@ class Timer:
                 return best_s
 
     def best_flops_per_s(self, product: Product, max_size: int, deadline: float) -> float:
-        """Return the best rate of the smallest product, and of larger ones while there is time: they keep more threads
-        busy."""
+        """Return the best rate of the smallest product, and of larger ones while there is time, because they use more
+        threads."""
         size, best = _MIN_SIZE, 0.0
         while True:
             begun = self._now()
@@ -179,8 +182,7 @@ class Timer:
 
 
 def _product(config: EngineConfig, device: torch.device, dtype: torch.dtype) -> Product:
-    """By the kernel that the engine's own weights have in this dtype; on a GPU by torch's, which is at its best
-    there."""
+    """Return products by the kernel of the engine's weights in this dtype; on a GPU by torch's, which is best there."""
 
     def ready(size: int) -> Callable[[], Tensor]:
         x, weight = (torch.ones(size, size, dtype=dtype, device=device) for _ in range(2))
@@ -194,12 +196,13 @@ def _product(config: EngineConfig, device: torch.device, dtype: torch.dtype) -> 
 
 
 def _uncached_bytes() -> int:
-    """Twice the processor's last cache, within reason: memory costs about 1 ms a MiB the first time."""
+    """Return twice the size of the processor's last cache, within bounds, since touching memory first takes 1 ms per
+    MiB."""
     return min(max(2 * cpu.last_cache_bytes(), 64 << 20), 128 << 20)
 
 
 def _device_name(device: torch.device) -> str:
-    """By which a machine knows its like."""
+    """Return a name that equal devices share."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return " ".join((cpu.name(), *sorted(cpu.flags())))

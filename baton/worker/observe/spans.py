@@ -1,10 +1,10 @@
-"""The spans of one leg, made from its stamps after its end, whatever the end was. Prompts and tokens never go in.
+"""Emit the spans of one leg, made from its times after its end. They contain no prompts or tokens.
 
-    prefill ▸ prefill.queue, prefill.compute        where the prompt was read
-    kv.transfer                                     where the KV was pulled to; linked to the prefill that it came from
-    decode ▸ decode.queue, decode.steps             where the answer was written; events: preemption
+    prefill ▸ prefill.queue, prefill.compute        by the worker that read the prompt
+    kv.transfer                                     by the worker that pulled the KV; linked to the source's prefill
+    decode ▸ decode.queue, decode.steps             by the worker that wrote the answer; events: preemption
 
-A span's id is made of its trace, key and name, so that another worker can link to it without a word on the wire.
+A span's id is made from its trace, key and name, so that another worker can link to it without being told the id.
 """
 
 import time
@@ -17,7 +17,7 @@ from baton.worker.legs.leg import Leg
 
 
 class Spans:
-    """Emits the spans of the legs of one worker."""
+    """Emit the spans of the legs of one worker."""
 
     def __init__(self, model_name: str):
         self._model_name = model_name
@@ -40,14 +40,14 @@ class Spans:
 
     def _emit_prefill(self, leg: Leg, parent: TraceContext, ended_at: float) -> None:
         done = leg.prefill_done
-        # The engine's own stamps: the time of delivery here is not the prefill's.
+        # From the engine's durations: outputs are delivered later than the prefill ends.
         end_at = leg.prefill_at + done.queue_s + done.prefill_s if done else ended_at
         attributes = self._attributes(leg) | {
             "gen_ai.usage.input_tokens": leg.request.num_prompt_tokens,
             "baton.num_cached_tokens": done.num_cached_tokens if done else None,
             "baton.num_chunks": done.num_chunks if done else None,
         }
-        # What became of the lease later is not the prefill's failure.
+        # If the lease fails later, the prefill has not.
         status = "ok" if done else _status(leg)
         span = self._emit_span("prefill", leg, parent, leg.prefill_at, end_at, attributes, status)
         if done:
@@ -70,7 +70,7 @@ class Spans:
             }
         end_at = leg.fetch_ended_at or ended_at
         status = "ok" if report else _status(leg)
-        # The prefix that a prefill worker pulls comes from another request: there is no span to link to.
+        # A prefix that a prefill worker pulls comes from another request, so there is no span to link to.
         links = [] if leg.prefill_at is not None else [self._context(leg, parent, "prefill")]
         self._emit_span("kv.transfer", leg, parent, leg.fetch_at, end_at, attributes, status, links)
 
@@ -127,7 +127,7 @@ class Spans:
 
 
 def _wall_ns(leg: Leg, stamp_s: float) -> int:
-    """Convert to the gateway's clock where that is known to differ: spans of one trace fit into one another."""
+    """Convert a time to the gateway's clock, if the difference is known, so that the spans of a trace nest."""
     clock = leg.outbox.clock
     return CLOCK.wall_ns(stamp_s - clock.correction_s if clock else stamp_s)
 

@@ -1,5 +1,5 @@
-"""Count the entries of each table of a worker. All return to zero when no request is open, however requests ended: what
-does not is a leak."""
+"""Count the entries of each table of a worker. All counts return to zero when no request is open; any other is a
+leak."""
 
 from collections import Counter
 from dataclasses import dataclass
@@ -14,6 +14,8 @@ from kvtransfer.transfer.source import Source
 
 @dataclass(frozen=True, slots=True)
 class Tables:
+    """The tables of a worker."""
+
     engine: Engine
     commands: Commands
     holders: Leaseholders
@@ -22,7 +24,7 @@ class Tables:
     sessions: Sessions
 
     def counts(self) -> dict[str, int]:
-        """Return entries by table; of legs also by state, where a state has any."""
+        """Return the entries by table; legs also by state, for states that have any."""
         legs = self.commands.legs.values()
         by_state = Counter(leg.state.value for leg in legs)
         return {

@@ -1,2 +1,2 @@
-"""Ranks of a worker with KV of their own, on other hosts or on GPUs of this one: where they join, what they give and
-take, and the programs that run there."""
+"""Ranks of a worker with KV pools of their own, on other hosts or on GPUs of this one: how they join, give and take KV,
+and the programs that run them."""

@@ -1,5 +1,5 @@
-"""The program of a rank on a GPU whose worker gives and takes KV: beside the steps that it launches, an event loop in a
-thread of its own serves what it has of each prompt, and pulls what is to come."""
+"""Run a rank on a GPU with a KV pool of its own: beside its steps, an event loop in another thread serves its part of
+each prompt's KV and pulls what other workers have."""
 
 import asyncio
 import socket
@@ -36,7 +36,7 @@ PROGRAM = "baton.worker.ranks.device"
 
 
 class DeviceRank:
-    """Both ends of KV for one rank's pool. Made and run in the event loop."""
+    """Run both ends of KV transfer for one rank's pool. Made and used in the event loop."""
 
     def __init__(self, memory: PoolMemory, pool: KVPool, sharding: Sharding, stream: LocalStream):
         self._memory, self._pool, self._sharding, self._stream = memory, pool, sharding, stream
@@ -46,7 +46,7 @@ class DeviceRank:
         stream.on_note, stream.on_end = self._handle_note, self._is_over.set
 
     async def run(self) -> None:
-        """Serve until the worker says no more."""
+        """Serve until the worker closes the stream."""
         await self._stream.start()
         await self._is_over.wait()
         if self._source is not None and self._taker is not None:
@@ -91,13 +91,13 @@ class DeviceRank:
 
 @contextmanager
 def beside(memory: PoolMemory, given: Assignment, model: Model, pool: KVPool) -> Iterator[None]:
-    """Serve KV within the block, until its worker says no more or is gone."""
+    """Serve KV within the block, until the worker closes the stream or is gone."""
     layout = model.spec.kv_layout(pool.group.form, pool.block_size)
     sharding = sharding_of(layout, given.config, model.spec, given.shard.rank)
 
     async def run() -> None:
         if pool.device.type == "cuda":
-            torch.cuda.set_device(pool.device)  # of this thread: else it would make a context on the first GPU
+            torch.cuda.set_device(pool.device)  # else this thread would make a context on the first GPU
         stream = LocalStream(socket.socket(fileno=given.stream_fd))
         await DeviceRank(memory, pool, sharding, stream).run()
 
@@ -106,7 +106,7 @@ def beside(memory: PoolMemory, given: Assignment, model: Model, pool: KVPool) ->
     try:
         yield
     finally:
-        thread.join(END_S)  # its worker has gone too
+        thread.join(END_S)  # it ends too, because the worker has gone
 
 
 def main() -> None:

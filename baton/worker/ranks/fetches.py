@@ -1,12 +1,12 @@
-"""KV that comes to a worker each of whose ranks has its heads in memory of its own: every rank pulls what crosses its
-part, all at the same time, and what all of them have verified is verified.
+"""Pull KV for a worker whose ranks each keep their part in a pool of their own: all ranks pull their parts at the same
+time, and tokens count as verified when all ranks have verified them.
 
 worker   {"fetch": id, "pull": {"handle", "ticket", "blocks", "num_cached_tokens", "within_s"}} ─► rank
-worker   {"fetch": id, "stop": true}                                                           ─► rank     give it up
+worker   {"fetch": id, "stop": true}                                                           ─► rank     cancel
 rank     {"fetch": id, "verified": token}                                                      ─► worker
 rank     {"fetch": id, "report": FetchReport} or {"fetch": id, "failed": [status, message]}    ─► worker
 
-After its report, or its failure, no byte of a fetch lands any more.
+After its report or failure, no more bytes of a fetch land.
 """
 
 import asyncio
@@ -47,7 +47,7 @@ class _Share:
 
 
 class RankFetches:
-    """What one other rank pulls, as its worker knows it. Belongs to the event loop."""
+    """Run the fetches of another rank, from the worker's side. Used in the event loop only."""
 
     def __init__(self, stream: LocalStream):
         self._stream = stream
@@ -56,18 +56,19 @@ class RankFetches:
         self._is_gone = False
 
     def handle_note(self, note: dict) -> None:
-        """Take what the rank says of a fetch."""
+        """Handle a note of the rank about a fetch."""
         if (answers := self._open.get(note["fetch"])) is not None:
             answers.put_nowait(note)
 
     def lose(self) -> None:
-        """The rank is gone: no byte of it lands any more."""
+        """Fail all fetches: the rank is gone, and no more of its bytes land."""
         self._is_gone = True
         for answers in self._open.values():
             answers.put_nowait({"failed": [PeerLost.status, "a rank of this worker is gone"]})
 
     async def fetch(self, order: PullOrder, share: _Share) -> FetchReport:
-        """Let the rank pull. Raises what it failed with, and what `share` raises; as a Fetcher, nothing lands then."""
+        """Let the rank pull. Raises the rank's error, and what `share` raises; no bytes land after that, as with
+        Fetcher."""
         if self._is_gone:
             raise PeerLost("a rank of this worker is gone")
         name, answers = next(self._ids), asyncio.Queue()
@@ -79,7 +80,7 @@ class RankFetches:
         except BaseException:
             self._stream.send_note({"fetch": name, "stop": True})
             with suppress(asyncio.CancelledError):  # the first error counts
-                await tasks.await_despite_cancel(asyncio.create_task(_ended(answers)))  # bytes may land meanwhile
+                await tasks.await_despite_cancel(asyncio.create_task(_ended(answers)))  # bytes may land until then
             raise
         finally:
             del self._open[name]
@@ -89,13 +90,14 @@ class RankFetches:
 
 
 class GroupFetcher:
-    """A Fetcher of the first rank beside those of the others, as Intake uses one."""
+    """Pull with the first rank's Fetcher and those of the other ranks at the same time."""
 
     def __init__(self, own: Fetcher, others: Sequence[RankFetches]):
         self._own, self._others = own, others
 
     async def fetch(self, handle: bytes, ticket: bytes, destination: Destination, deadline: float) -> FetchReport:
-        """As Fetcher.fetch. The blocks of the other ranks are set aside at once, not as they are announced."""
+        """Pull as Fetcher.fetch does. All blocks are set aside at the beginning, because the other ranks need their
+        ids."""
         cached, reports = destination.num_cached_tokens, []
         progress = CommonProgress(1 + len(self._others), cached, destination.verified)
         own, *others = (_Share(destination, partial(progress.note, rank)) for rank in range(1 + len(self._others)))

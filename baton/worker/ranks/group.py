@@ -1,4 +1,4 @@
-"""What each rank of a worker has of its KV, where not all of them write one pool."""
+"""Say which part of the KV each rank of a worker holds, if ranks have pools of their own."""
 
 from typing import NamedTuple, Protocol
 
@@ -15,22 +15,24 @@ from kvtransfer.memory.reshard import Sharding
 
 
 class NoteStream(Protocol):
-    """A way to another rank, for notes."""
+    """A stream of notes to another rank."""
 
-    def send_note(self, note: dict) -> None: ...
+    def send_note(self, note: dict) -> None:
+        """Send a note; it is lost if the other end is gone."""
+        ...
 
 
 class KVRank(NamedTuple):
-    """Another rank than the first, with a pool of its own. `box`: what it gives of the model's KV; None: what it has,
-    ranks before it have too."""
+    """Another rank than the first, with a pool of its own. `box`: the part of the model's KV that it gives; None if
+    earlier ranks hold the same."""
 
     stream: NoteStream
     box: Box | None
 
 
 class RankPools(NamedTuple):
-    """A worker's ranks with pools of their own. `sharding`: of the first one's pool; `joined` are on other hosts,
-    `local` on GPUs of this one, of which each takes what crosses its part."""
+    """The ranks of a worker that have pools of their own. `sharding`: of the first rank's pool; `joined`: ranks on
+    other hosts; `local`: ranks on GPUs of this host, which pull their parts themselves; `ranks`: all of these."""
 
     sharding: Sharding
     joined: list[JoiningRank]
@@ -39,7 +41,7 @@ class RankPools(NamedTuple):
 
     @classmethod
     def of(cls, engine: Engine) -> "RankPools":
-        """Return the group of an engine. Belongs to the event loop."""
+        """Return the ranks of an engine. Called in the event loop."""
         others = [] if engine.ranks is None else engine.ranks.others
         if joined := [rank for rank in others if isinstance(rank, JoiningRank)]:
             (group,) = engine.layout.groups
@@ -56,8 +58,8 @@ class RankPools(NamedTuple):
 
 
 def sharding_of(layout: KVLayout, config: EngineConfig, spec: ModelSpec, rank: int) -> Sharding:
-    """Return what each rank's pool holds of a model whose layers all have KV, where each has its heads, or its layers;
-    `rank`: whose pool it is."""
+    """Return which part each rank's pool holds, heads or layers, of a model whose layers all have KV; `rank`: whose
+    pool it is."""
     (group,) = layout.groups
     heads, layers = range(group.num_kv_heads), range(group.num_layers)
     if config.pipeline_parallel > 1:
@@ -69,6 +71,6 @@ def sharding_of(layout: KVLayout, config: EngineConfig, spec: ModelSpec, rank: i
 
 
 def gives(sharding: Sharding) -> list[Box | None]:
-    """Return what each rank gives: heads that several have are the first one's."""
+    """Return the box that each rank gives. Of several ranks that hold the same heads, the first gives them."""
     boxes = [box for (box,) in sharding.shards]
     return [box if box not in boxes[:rank] else None for rank, box in enumerate(boxes)]

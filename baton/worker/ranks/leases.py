@@ -1,7 +1,7 @@
-"""KV in memory of other ranks, on other hosts or on GPUs of their own, given by those that have it: a lease of the
-worker is one of each of these ranks too, by the same name and for the same tickets, and its handle names their
-endpoints. A taker pulls from all of them at the same time. A lease is over when it is over everywhere: only then are
-its blocks given back, unless the engine has ended the key by itself.
+"""Lease KV that lies in pools of several ranks, on other hosts or on GPUs of their own. Each lease of the worker is
+also a lease of these ranks, with the same id and the same tickets, and its handle names their endpoints. A taker pulls
+from all of them at the same time. A lease is over when it has ended on all ranks; only then are its blocks given back,
+unless the engine has ended the key itself.
 
 worker   {"open": ...}                                               ─► rank     {"endpoints": [...]} or {"closed": why}
 worker   {"offer" | "admit" | "withdraw" | "advance" | "finish" | "cancel" | "renew": lease, ...}   ─► rank
@@ -27,22 +27,24 @@ OPEN_S = 10.0  # for the ranks to open their ports
 
 @dataclass(slots=True)
 class _GroupLease:
-    """One lease: the ranks where it lives, whether it lives here, and why the first one that gave it up did."""
+    """One lease: the ranks where it has not ended, whether it has ended here, and how it first ended otherwise than
+    released."""
 
     lease_id: bytes
     ranks: set[int]
     is_here: bool = True
-    ending: str = RELEASED  # nobody has
+    ending: str = RELEASED  # unless it ends otherwise on some rank
 
 
 class GroupSource:
-    """A Source and those of the ranks, as Handoff uses one. Belongs to the event loop. Use `own` once it is made."""
+    """Lease by this rank's Source and those of the other ranks, as Handoff needs it. Used in the event loop only. `own`
+    is set when the Source is made."""
 
     own: Source
 
     def __init__(self, ranks: Sequence[KVRank], on_lease_end: Callable[[Hashable, str], None]):
-        """`ranks`: in order of what they have; `on_lease_end(key, ending)`: exactly once per lease, when it is over
-        everywhere."""
+        """Lease KV of `ranks`, in the order of their parts. `on_lease_end(key, ending)` is called exactly once per
+        lease, when it has ended on all ranks."""
         self._ranks, self._on_lease_end = ranks, on_lease_end
         self._givers = [index for index, rank in enumerate(ranks) if rank.box is not None]
         self.mint_key = secrets.token_bytes(32)
@@ -50,8 +52,8 @@ class GroupSource:
         self._endpoints: list[asyncio.Future[tuple[Endpoint, ...]]] = []
 
     async def start(self, identity: SourceIdentity, ttl_s: float, is_strict: bool, settings: DeviceSettings) -> None:
-        """Let the ranks listen for takers. `settings`: for those that have none of their own (device.py). Raises
-        OSError where one does not."""
+        """Let the ranks listen for takers. `settings`: for ranks on GPUs of this host, which have none of their own.
+        Raises OSError if a rank does not listen."""
         order: OpenOrder = {
             "instance": identity.instance.hex(), "epoch": identity.epoch, "model": identity.model_identity.hex(),
             "numerics": identity.numerics_class, "mint": self.mint_key.hex(), "ttl_s": ttl_s, "is_strict": is_strict,
@@ -70,7 +72,7 @@ class GroupSource:
         self, key: Hashable, blocks: Sequence[BlockRef], num_tokens: int, span_hashes: Sequence[bytes],
         chain_parent: bytes, taker: Taker, num_ready_tokens: int = 0, *, states: Sequence[BlockRef] = (),
     ) -> Offer:  # fmt: skip
-        """As Source.offer. Layers with a state are not divided: there are no `states`."""
+        """Offer a prompt as Source.offer does. There are no `states`, since layers with a state are not divided."""
         lease_id = secrets.token_bytes(ID_BYTES)
         offer = self.own.offer(
             key,
@@ -93,7 +95,7 @@ class GroupSource:
         return self._joined(offer)
 
     def offer_again(self, lease_id: bytes, taker: Taker) -> Offer:
-        """As Source.offer_again; LeaseExpired too where a rank has it no more."""
+        """Offer a lease again as Source.offer_again does. Raises LeaseExpired also if the lease has ended on a rank."""
         lease = self._leases.get(self._key_of(lease_id))
         if lease is None or len(lease.ranks) < len(self._givers):
             raise LeaseExpired("no such lease, or it has ended on a rank")
@@ -123,14 +125,14 @@ class GroupSource:
             self._give_up(lease, CANCELLED)
 
     def own_lease_ended(self, key: Hashable, ending: str) -> None:
-        """The worker's own lease is over."""
+        """Note that the lease of the worker's own Source has ended."""
         lease = self._leases[key]
         lease.is_here = False
         self._give_up(lease, ending)
         self._end_if_over(key)
 
     def handle_note(self, index: int, note: dict) -> None:
-        """Take what a rank says."""
+        """Handle a note of a rank."""
         match note:
             case {"endpoints": endpoints}:
                 self._endpoints[index].set_result(tuple(Endpoint(*each) for each in endpoints))
@@ -172,7 +174,7 @@ class GroupSource:
             self._ranks[index].stream.send_note({what: lease_id.hex(), **fields})
 
     def _joined(self, offer: Offer) -> Offer:
-        """With the parts of the ranks in the handle."""
+        """Return the offer with the parts of all ranks in its handle."""
         handle = decode_handle(offer.handle)
         theirs = (
             Part(*rank.box, endpoints.result())

@@ -1,5 +1,5 @@
-"""Where ranks of other hosts join a worker: a rank says what it is, is told its place, reads its layers, says that it
-has them, and computes what comes then.
+"""Let ranks of other hosts join a worker. A rank says what it is, gets its assignment, reads its layers, says that it
+is ready, and then computes.
 
 rank     {"version", "build", "instructions"} ─► leader  {"refused": why}, or an Assignment
 rank     Ready, or {"error": why}             ─► leader  then messages of parallel/pipeline.py, both ways
@@ -30,12 +30,12 @@ log = logging.getLogger(__name__)
 
 
 class JoiningRank:
-    """A rank of another host as the engine sees it; for threads."""
+    """A rank of another host, as the engine uses it. Thread-safe."""
 
     still = "was not heard"
-    missed_beats = (
-        50  # 5 s: what a link lost for 1.5 s comes after 3 s, for TCP doubles its pauses; and its host may be busy
-    )
+    # 5 s. After a link was down for 1.5 s, bytes arrive only after 3 s, since TCP doubles its pauses; the host may be
+    # busy, too.
+    missed_beats = 50
 
     def __init__(self, given: Assignment, stream: JoinedStream, address: str):
         self.given, self.stream = given, stream
@@ -44,7 +44,6 @@ class JoiningRank:
 
     @property
     def layers(self) -> range:
-        """Return the layers that it has."""
         assert self.given.stage is not None
         return self.given.stage.layers
 
@@ -54,17 +53,18 @@ class JoiningRank:
         return self._peer or "not here"
 
     def missing(self, seconds: float) -> str:
-        """Return the words for a rank that has said nothing for so long."""
+        """Describe a rank that has not been ready for `seconds`."""
         if self._peer:
             return f"at {self._peer} was not ready {seconds:.0f} s after the start"
         return f"has not joined {seconds:.0f} s after the start: `baton rank --leader {self._address} --model DIR` starts it"
 
     def core_wait_s(self) -> float:
-        """Return 0: how its host is, is not known here."""
+        """Return 0: the load of its host is not known here."""
         return 0.0
 
     def next_message(self, deadline: float) -> dict | str | None:
-        """Wait for what it says once it has read its part; a str says why it ends, None: nothing in time."""
+        """Wait for its message after it has read its layers. Return a str that says why it ends, or None if there is no
+        message in time."""
         try:
             return self._messages.get(timeout=max(0.001, deadline - time.monotonic()))
         except queue.Empty:
@@ -80,28 +80,28 @@ class JoiningRank:
     kill = ask_to_end
 
     def end(self, deadline: float) -> None:
-        """It ends by itself: its call has ended."""
+        """Do nothing: it ends by itself when its call has ended."""
 
     def joins(self, peer: str) -> None:
-        """It has joined from there."""
+        """Note that it has joined from `peer`."""
         self._peer = peer
 
     def deliver(self, message: dict) -> None:
-        """It has said that it is ready, or why not."""
+        """Pass on its message that it is ready, or why it is not."""
         self._messages.put(message)
 
     def leaves(self) -> None:
-        """Its call has ended."""
+        """Note that its call has ended."""
         self._ending = "has closed its connection"
         self._messages.put(f"at {self._peer} has closed its connection before it was ready")
         self.stream.close()
 
 
 class RankListener:
-    """The port. `place` may be called by any thread."""
+    """Listen for ranks of other hosts. `place` may be called in any thread."""
 
     def __init__(self, address: str, tls: Tls | None, num_places: int):
-        """Raises ListenError."""
+        """Bind the port for `num_places` ranks. Raises ListenError."""
         self._guard = Guard(is_open=tls is None)
         self._server = grpc_server.make_server(interceptors=[self._guard])
         port = grpc_server.bind(self._server, address, tls and tls.server(require_certificate=True))
@@ -121,7 +121,7 @@ class RankListener:
         await self._server.stop(0)
 
     def place(self, given: Assignment) -> JoiningRank:
-        """Offer a place to the next rank that joins."""
+        """Give this assignment to the next rank that joins; return that rank."""
 
         async def open_place() -> JoiningRank:
             rank = JoiningRank(given, JoinedStream(), self.address)
@@ -142,7 +142,7 @@ class RankListener:
         self._num_free -= 1
         try:
             rank = await self._open.get()
-        except asyncio.CancelledError:  # it has left
+        except asyncio.CancelledError:  # the rank has left
             self._num_free += 1
             raise
         rank.joins(context.peer())
@@ -153,13 +153,13 @@ class RankListener:
             await context.write(rank.given.line().encode())
             rank.deliver(json.loads(await anext(requests)))
             await rank.stream.run(lambda: anext(requests), context.write)
-        except (*BROKEN, ValueError):  # it is gone, or said nothing that makes sense
+        except (*BROKEN, ValueError):  # it is gone, or its message is nonsense
             pass
         finally:
             rank.leaves()
 
     def _refusal(self, hello: bytes) -> str:
-        """Return why a rank that says this has no place here; "" if it has one."""
+        """Return why a rank with this first message cannot join; "" if it can."""
         try:
             details = json.loads(hello)
             version, build, instructions = details["version"], details.get("build"), details["instructions"]

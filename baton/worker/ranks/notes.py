@@ -1,5 +1,5 @@
-"""Notes, JSON, between the event loops of a worker and of a rank of its host, and what the larger ones have; leases.py
-and fetches.py say which notes there are. Bytes are written in hexadecimal."""
+"""Exchange notes (JSON lines) between the event loops of a worker and of a rank on its host; leases.py and fetches.py
+list the notes. Bytes are written in hexadecimal."""
 
 import asyncio
 import json
@@ -11,14 +11,14 @@ from typing import TypedDict
 
 from kvtransfer.layout import BlockRef
 
-MAX_NOTE_BYTES = 64 << 20  # blocks and names of the longest prompt
-END_S = 2.0  # for the other end to give up its ports
+MAX_NOTE_BYTES = 64 << 20  # blocks and span hashes of the longest prompt
+END_S = 2.0  # for the other end to close its ports
 
 log = logging.getLogger(__name__)
 
 
 class DeviceSettings(TypedDict):
-    """What a rank on a GPU of the worker's host must know of the worker's settings."""
+    """The settings of the worker that a rank on a GPU of its host needs."""
 
     transports: list[str]
     listen_host: str
@@ -31,7 +31,7 @@ class DeviceSettings(TypedDict):
 
 
 class OpenOrder(TypedDict):
-    """What the source of a rank is opened with."""
+    """What a rank needs to open its source."""
 
     instance: str  # bytes
     epoch: int
@@ -44,7 +44,7 @@ class OpenOrder(TypedDict):
 
 
 class PullOrder(TypedDict):
-    """What a rank is to pull, and into which blocks."""
+    """What a rank shall pull, and into which blocks."""
 
     handle: str  # bytes
     ticket: str  # bytes
@@ -54,27 +54,27 @@ class PullOrder(TypedDict):
 
 
 class LocalStream:
-    """One end, over a connected socket; belongs to the event loop that `start` ran in."""
+    """One end of a stream of notes, over a connected socket. Used in the event loop that `start` ran in."""
 
     def __init__(self, connected: socket.socket):
         self._socket = connected
         self._writer: asyncio.StreamWriter | None = None
         self._reading: asyncio.Task | None = None
         self.on_note: Callable[[dict], None] = lambda note: None
-        self.on_end: Callable[[], None] = lambda: None  # the other end is gone, or has closed it
+        self.on_end: Callable[[], None] = lambda: None  # the other end is gone or has closed
 
     async def start(self) -> None:
-        """Hear the other end from now on."""
+        """Begin to read the other end's notes."""
         reader, self._writer = await asyncio.open_connection(sock=self._socket, limit=MAX_NOTE_BYTES)
         self._reading = asyncio.get_running_loop().create_task(self._read(reader), name="notes of a rank")
 
     def send_note(self, note: dict) -> None:
-        """Send a note; it is lost where the other end is gone."""
+        """Send a note; it is lost if the other end is gone."""
         if self._writer is not None and not self._writer.is_closing():
             self._writer.write(json.dumps(note).encode() + b"\n")
 
     async def stop(self) -> None:
-        """Say that no note follows, and wait until the other end says so too, for END_S at most."""
+        """Close this direction, and wait until the other end has closed too, END_S at most."""
         if self._writer is None or self._reading is None:
             return
         with suppress(OSError):

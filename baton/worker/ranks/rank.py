@@ -1,4 +1,4 @@
-"""The program of a rank on another host than its worker: it joins, reads its layers, and computes what it is told."""
+"""Run a rank on another host than its worker: join the worker, read the assigned layers, and compute."""
 
 import asyncio
 import json
@@ -50,7 +50,7 @@ from kvtransfer.transports.grpc_stream import OPEN, Security
 from kvtransfer.transports.transport import local_host_id
 
 CONNECT_S = 60.0  # to the worker, which may be started after its ranks
-HEARD_S = 10.0  # within which the worker has read why its rank ends
+HEARD_S = 10.0  # for the worker to read why its rank ends
 
 T = TypeVar("T")
 
@@ -58,24 +58,24 @@ log = logging.getLogger(__name__)
 
 
 class NotJoined(Exception):
-    """One line: why this rank serves no worker, or no more."""
+    """Says in one line why this rank does not serve a worker, or no longer does."""
 
 
 @dataclass(frozen=True)
 class RankSettings:
-    """Where the worker is, and what is here."""
+    """Settings of a rank: where its worker is, and what is on this host."""
 
     leader: str
     model: Path
     threads: int | None = None
     access: Access = Access()
     kv_host: str = "127.0.0.1"  # where takers of KV reach this rank
-    kv_first_port: int = 0  # for that; 0: the system chooses
+    kv_first_port: int = 0  # first port for takers; 0: the system chooses
 
 
 async def serve_rank(settings: RankSettings, stop: asyncio.Event) -> None:
     """Join the worker and serve it until `stop`; the process ends if that comes while it reads its model. Raises
-    ModelError, and NotJoined where the worker refuses it or ends."""
+    ModelError, and NotJoined if the worker refuses the rank or ends."""
     try:
         async with open_channel(settings.leader, settings.access, WORKER_NAME) as channel:
             await until_stopped(_join(settings, channel), stop)
@@ -116,7 +116,7 @@ async def _serve(settings: RankSettings, identity: str, call: grpc.aio.StreamStr
     stream = JoinedStream()
     layout = KVLayout((model.kv_group(config.kv_dtype, config.block_size),))
     assert given.stage is not None and config.num_blocks is not None
-    region = Region.create(config.num_blocks * layout.block_bytes)  # room for all layers, in pages that come with use
+    region = Region.create(config.num_blocks * layout.block_bytes)  # room for all layers; only used pages take memory
     source = _make_source(settings, layout, given.stage.layers, region, stream)
     stream.on_note = source.handle_note
     try:
@@ -136,12 +136,12 @@ async def _serve(settings: RankSettings, identity: str, call: grpc.aio.StreamStr
 
 
 async def _handshake(settings: RankSettings, call: grpc.aio.StreamStreamCall) -> str:
-    """Say what this rank is, and return what the worker gives it. Raises NotJoined where it refuses."""
+    """Say what this rank is; return the worker's answer, an Assignment. Raises NotJoined if the worker refuses."""
     own = {"version": baton.__version__, "build": build_digest(), "instructions": instruction_set(CPU)}
     await call.write(json.dumps(own).encode())
     message = await call.read()
     if not isinstance(message, bytes):
-        await call.code()  # it has ended; what it says is raised by `read` of a call that failed
+        await call.code()  # wait for the end; the status of a failed call was raised by `read`
         raise NotJoined(f"{settings.leader} has closed the connection")
     fields = json.loads(message)
     if "refused" in fields:
@@ -150,7 +150,8 @@ async def _handshake(settings: RankSettings, call: grpc.aio.StreamStreamCall) ->
 
 
 async def _read_part(settings: RankSettings, identity: str, message: str) -> tuple[Assignment, EngineConfig, Model]:
-    """Read this rank's part of the model. Raises ModelError, and ValueError for an Assignment that it cannot take."""
+    """Read this rank's part of the model. Raises ModelError, and ValueError for an Assignment that this build cannot
+    read."""
     if json.loads(message).get("build") != build_digest():
         raise ValueError(f"the worker runs another build of baton {baton.__version__}: install one on both hosts")
     given = Assignment.parse(message)
@@ -162,8 +163,8 @@ async def _read_part(settings: RankSettings, identity: str, message: str) -> tup
 
 
 async def _say_why(call: grpc.aio.StreamStreamCall, error: Exception) -> None:
-    """Tell the worker why this rank ends, and wait until it has read that: hung up on at once, it was seen to read the
-    end of the call instead."""
+    """Tell the worker why this rank ends, and wait until it has read that. If the rank hung up without waiting, workers
+    were seen to read the end of the call instead."""
     with suppress(*BROKEN, TimeoutError):
         await call.write(json.dumps({"error": str(error)}).encode())
         await call.done_writing()
@@ -173,7 +174,7 @@ async def _say_why(call: grpc.aio.StreamStreamCall, error: Exception) -> None:
 def _make_source(
     settings: RankSettings, layout: KVLayout, layers: range, region: Region, stream: JoinedStream
 ) -> RankSource:
-    """Return what gives the KV of these layers to takers, once the worker opens it."""
+    """Return the source of these layers' KV, which serves takers once the worker opens it."""
     security = _security(settings.access)
     address = Address(settings.kv_host, security=security, first_port=settings.kv_first_port)
     transports = ("tcp", "grpc") if security is OPEN or is_loopback(f"{settings.kv_host}:0") else ("grpc",)
@@ -188,7 +189,7 @@ def _left(settings: RankSettings) -> NotJoined:
 
 
 def _security(access: Access) -> Security:
-    """Let workers alone take KV over gRPC, where there are certificates."""
+    """Return credentials by which only workers can take KV over gRPC; plain text without certificates."""
     if not (access.tls_cert and access.tls_key and access.tls_ca):
         return OPEN
     tls = Tls(access.tls_cert, access.tls_key, access.tls_ca)
@@ -196,8 +197,8 @@ def _security(access: Access) -> Security:
 
 
 async def _read(reading: Callable[[], T]) -> T:
-    """Return what `reading`, of the model, does. Its thread ends with the process alone, which leaves where it is told
-    to end."""
+    """Return the result of `reading`, run in a thread. The thread ends only with the process, so cancellation ends the
+    process."""
     try:
         return await asyncio.to_thread(reading)
     except asyncio.CancelledError:
@@ -214,7 +215,7 @@ def _load(config: EngineConfig, given: Assignment) -> Model:
 
 
 def _follow(config: EngineConfig, model: Model, pool: KVPool, stream: JoinedStream) -> None:
-    """Compute until the worker is gone."""
+    """Compute steps until the worker is gone."""
     assert config.threads is not None
     torch.set_num_threads(config.threads)
     rows = torch.zeros(config.num_rows, model.spec.hidden_size, dtype=DTYPES[config.dtype])

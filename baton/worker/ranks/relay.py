@@ -1,6 +1,6 @@
-"""KV that comes to a worker some of whose stages are on other hosts: the worker's pool gets all of it, and what is of
-their layers goes on over the streams that bring them steps, and is written there before it is verified. Ranges that
-come behind are acknowledged no faster than these stages write it."""
+"""Pull KV for a worker with stages on other hosts. The worker's pool receives all of it; the KV of the other hosts'
+layers is sent on over the streams that carry their steps, and written there before it counts as verified. So later
+ranges are acknowledged no faster than these stages write."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
@@ -16,17 +16,17 @@ from kvtransfer.transfer.destination import Destination
 from kvtransfer.transfer.dialogue import together
 from kvtransfer.transfer.fetcher import Fetcher, FetchReport
 
-PIECE_BYTES = 1 << 20  # of a message: a step waits behind one at most
+PIECE_BYTES = 1 << 20  # per message; a step waits for one message at most
 
 
 class _Relay:
-    """The destination of a fetch: what is verified goes on, and then `whole` is told."""
+    """The destination of a fetch: send verified blocks on, and then tell `whole`."""
 
     def __init__(self, whole: Destination, block_size: int, give: Callable[[Sequence[BlockRef]], Awaitable[None]]):
         self.num_cached_tokens = self._given = self._verified = whole.num_cached_tokens
         self._whole, self._block_size, self._give = whole, block_size, give
         self._giving = asyncio.Lock()
-        self._task: asyncio.Task[None] | None = None  # gives while the fetch waits for more
+        self._task: asyncio.Task[None] | None = None  # sends while the fetch waits for more
 
     def set_aside(self, upto_token: int) -> Sequence[BlockRef]:
         return self._whole.set_aside(upto_token)
@@ -48,24 +48,24 @@ class _Relay:
                 self._whole.verified(upto)
 
     async def stop(self) -> None:
-        """Give no more."""
+        """Stop sending."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait([self._task])
 
     async def _give_early(self) -> None:
-        with suppress(Exception):  # `caught_up` raises it again where the fetch hears it
+        with suppress(Exception):  # `caught_up` raises it again when the fetch calls it
             await self.caught_up()
 
 
 class RelayingFetcher:
-    """A Fetcher of such a worker, as Intake uses one. Belongs to the event loop."""
+    """Pull with the worker's Fetcher, and send KV on to ranks of other hosts. Used in the event loop only."""
 
     def __init__(self, own: Fetcher, pool: KVPool, ranks: Sequence[JoiningRank]):
         self._own, self._pool, self._ranks = own, pool, ranks
 
     async def fetch(self, handle: bytes, ticket: bytes, destination: Destination, deadline: float) -> FetchReport:
-        """As Fetcher.fetch: no byte lands in the ranks either once it has ended."""
+        """Pull as Fetcher.fetch does: after it has ended, no more bytes land in the ranks either."""
         relay = _Relay(destination, self._pool.block_size, self._give)
         try:
             return await self._own.fetch(handle, ticket, relay, deadline)
@@ -73,7 +73,7 @@ class RelayingFetcher:
             await relay.stop()
 
     async def _give(self, blocks: Sequence[BlockRef]) -> None:
-        """Raises TransferFailed."""
+        """Send blocks to all ranks. Raises TransferFailed if a rank is gone."""
         try:
             await together([self._give_rank(rank, blocks) for rank in self._ranks])
         except RankLost:
@@ -86,4 +86,4 @@ class RelayingFetcher:
                 layers = rank.layers[begin : begin + step]
                 data = self._pool.layers_of_block(block.block_id, layers)
                 await rank.stream.send_kv(*put_message(block.block_id, layers.start, data))
-        await rank.stream.kv_written()  # notes, as of leases, are heard in another thread than this
+        await rank.stream.kv_written()  # else a note about a lease, read by another thread there, could overtake the KV

@@ -1,4 +1,4 @@
-"""The source of a rank with KV of its own, whose leases are those that the worker tells of (leases.py)."""
+"""Run the source of a rank with a KV pool of its own. The worker's notes (leases.py) say what it leases."""
 
 import asyncio
 import logging
@@ -14,24 +14,24 @@ from kvtransfer.transfer.ticket import TicketMint
 from kvtransfer.transports.endpoints import Address
 from kvtransfer.wire import taker_from_proto
 
-GRACE_S = 2.0  # a taker may be here before the worker's word of its lease
+GRACE_S = 2.0  # a taker may arrive before the worker's note about its lease
 
 log = logging.getLogger(__name__)
 
 
 class RankSource:
-    """Belongs to the event loop."""
+    """Lease this rank's KV as the worker says. Used in the event loop only."""
 
     def __init__(self, make: Callable[..., Source], address: Address, send_note: Callable[[dict], None]):
-        """`make`: with what the worker tells as keywords, Source over this rank's pool; `send_note` tells the
-        worker."""
+        """Wait for the worker's notes. `make` returns a Source over this rank's pool, given the worker's settings as
+        keywords; `send_note` sends notes to the worker."""
         self._make, self._address, self._send_note = make, address, send_note
-        self._generations: dict[int, int] = {}  # of blocks when they were last offered
+        self._generations: dict[int, int] = {}  # by block, when it was last offered
         self._source: Source | None = None
         self._opening: asyncio.Task | None = None
 
     def handle_note(self, note: dict) -> None:
-        """Do what the worker tells."""
+        """Handle a note of the worker."""
         if "open" in note:
             self._opening = asyncio.get_running_loop().create_task(self._open(note["open"]))
         elif (source := self._source) is not None:
@@ -77,7 +77,7 @@ class RankSource:
                 source.renew(bytes.fromhex(lease))
 
     def _offer(self, source: Source, lease: bytes, note: dict) -> None:
-        """Lease by the worker's name and ticket; the key here is that name."""
+        """Lease with the worker's lease id, which is also the key here, and the worker's ticket."""
         blocks = [BlockRef(*block) for block in note["blocks"]]
         self._generations |= {block.block_id: block.generation for block in blocks}
         taker = taker_from_proto(kv_pb2.Taker.FromString(bytes.fromhex(note["taker"])))
@@ -87,7 +87,7 @@ class RankSource:
             own = source.offer(
                 lease, blocks, note["num_tokens"], names, parent, taker, note["num_ready_tokens"], lease_id=lease
             )
-        except (KVError, ValueError) as error:  # of what the worker's own source has taken
+        except (KVError, ValueError) as error:  # although the worker's own source has accepted it
             log.error("a lease cannot be given: %s", error)
             self._lease_ended(lease, CANCELLED)
             return

@@ -1,8 +1,8 @@
-"""Messages between two threads of two hosts over one gRPC call of raw bytes: a byte that says whether more follows, and
-up to CHUNK_BYTES of a message. Notes, JSON, go from one event loop to the other on the same call.
+"""Carry messages between threads of two hosts over one gRPC call of raw bytes: each chunk is a byte that says whether
+more follows, and up to CHUNK_BYTES of a message. The same call carries notes (JSON) between the two event loops.
 
-KV waits until nothing else does, and until the thread at the other end has written most of the KV before it, of which
-it says so when it asks for the next message.
+KV is sent when nothing else waits, and when the thread at the other end has written most of the KV before. That thread
+says so when it asks for its next message.
 """
 
 import asyncio
@@ -20,34 +20,34 @@ from baton.engine.parallel.stream import Bytes
 SERVICE, METHOD = "baton.rank.Raw", "Join"
 PATH = f"/{SERVICE}/{METHOD}"
 CHUNK_BYTES = 4 << 20
-# On its way to the thread at the other end. That writes it between two parts of steps: less would not fill a link
-# meanwhile, and a step behind more would wait for long (13 ms at 10 Gbit/s).
+# KV under way to the thread at the other end, which writes it between parts of steps. Less would not fill the link in
+# the meantime; with more, a step would wait too long (13 ms at 10 Gbit/s).
 MAX_KV_BYTES = 16 << 20
 _LAST, _MORE, _NOTE, _LAST_OF_KV, _WRITTEN = b"\0", b"\1", b"\2", b"\3", b"\4"
 BROKEN = (grpc.RpcError, grpc.aio.UsageError, asyncio.InvalidStateError, StopAsyncIteration)
 
 
 class JoinedStream:
-    """A RankStream, for threads; made and run in the event loop."""
+    """A RankStream. Made and run in the event loop, used by another thread."""
 
     shares_memory = False
 
     def __init__(self):
         self._loop = asyncio.get_running_loop()
-        self._incoming: queue.SimpleQueue[tuple[memoryview, bool] | None] = queue.SimpleQueue()  # and whether it is KV
-        self._outgoing: asyncio.Queue[list[bytes] | None] = asyncio.Queue()  # messages in pieces
+        self._incoming: queue.SimpleQueue[tuple[memoryview, bool] | None] = queue.SimpleQueue()  # (message, is it KV)
+        self._outgoing: asyncio.Queue[list[bytes] | None] = asyncio.Queue()  # the pieces of each message
         self._num_unwritten = 0  # messages
-        self._kv_under_way: deque[int] = deque()  # bytes of each message of KV that the other end has not written
-        self._num_kv_written = 0  # messages, by the other end
-        self._has_kv = False  # `receive` has returned some, which is written when it is called again
+        self._kv_under_way: deque[int] = deque()  # bytes of each KV message that the other end has not written yet
+        self._num_kv_written = 0  # KV messages that the other end has written
+        self._has_kv = False  # whether the last `receive` returned KV, which is written when it is called again
         self._turn_of_kv = asyncio.Lock()
-        self._has_moved = asyncio.Event()  # a message was sent, or KV written, or this was closed
+        self._has_moved = asyncio.Event()  # set when a message was sent, KV was written, or this was closed
         self._is_closed = False
         self.num_received = 0
-        self.on_note: Callable[[dict], None] = lambda note: None  # in the event loop
+        self.on_note: Callable[[dict], None] = lambda note: None  # called in the event loop
 
     def send_note(self, note: dict) -> None:
-        """Send a note; it is lost where the call has ended."""
+        """Send a note; it is lost if the call has ended."""
         self._put([_NOTE + json.dumps(note).encode()])
 
     def send(self, *parts: Bytes) -> None:
@@ -55,7 +55,8 @@ class JoinedStream:
         self._put(_in_pieces(b"".join(parts), _LAST))
 
     async def send_kv(self, *parts: Bytes) -> None:
-        """Send KV as one message, in the event loop: what is sent from the return on comes later. Raises RankLost."""
+        """Send KV as one message; called in the event loop. Messages that are sent after this returns arrive later.
+        Raises RankLost."""
         message = b"".join(parts)
         async with self._turn_of_kv:
             while not self._is_closed and (self._num_unwritten or not self._has_room(len(message))):
@@ -89,8 +90,8 @@ class JoinedStream:
         self._put(None)
 
     async def run(self, read: Callable[[], Awaitable[object]], write: Callable[[bytes], Awaitable[None]]) -> None:
-        """Carry messages until the call ends, or either side closes this. `read` raises one of BROKEN, or returns no
-        bytes, at the end of the call."""
+        """Carry messages until the call ends or either side closes this. At the end of the call `read` raises one of
+        BROKEN, or returns something else than bytes."""
         carrying = [asyncio.create_task(self._read(read)), asyncio.create_task(self._write(write))]
         try:
             await asyncio.wait(carrying, return_when=asyncio.FIRST_COMPLETED)
@@ -105,7 +106,7 @@ class JoinedStream:
             raise RankLost("the connection of a rank has ended")
 
     def _has_room(self, num_bytes: int) -> bool:
-        """A message larger than all the room goes alone."""
+        """Return whether a KV message may be sent now; one larger than MAX_KV_BYTES is sent alone."""
         return not self._kv_under_way or sum(self._kv_under_way) + num_bytes <= MAX_KV_BYTES
 
     def _put(self, pieces: list[bytes] | None) -> None:
@@ -147,6 +148,6 @@ class JoinedStream:
 
 
 def _in_pieces(message: bytes, last: bytes) -> list[bytes]:
-    """Return what goes over the call; `last` begins the last piece."""
+    """Return the message in chunks; the last chunk begins with `last`."""
     begins = range(0, len(message), CHUNK_BYTES)
     return [(last if at == begins[-1] else _MORE) + message[at : at + CHUNK_BYTES] for at in begins]

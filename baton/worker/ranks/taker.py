@@ -1,4 +1,4 @@
-"""The taker of one rank that has its heads in memory of its own: it pulls what the worker tells (fetches.py)."""
+"""Run the taker of one rank with a KV pool of its own. The worker's notes (fetches.py) say what it pulls."""
 
 import asyncio
 import logging
@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 
 
 class _PreallocatedBlocks:
-    """Blocks that the worker has set aside for a prompt whose layers keep no state."""
+    """The blocks that the worker has set aside for a prompt whose layers keep no state."""
 
     def __init__(self, blocks: Sequence[BlockRef], num_cached_tokens: int, verified: Callable[[int], None]):
         self._blocks, self.num_cached_tokens, self._verified = blocks, num_cached_tokens, verified
@@ -32,18 +32,18 @@ class _PreallocatedBlocks:
         self._verified(upto_token)
 
     async def caught_up(self) -> None:
-        """Return at once: it goes nowhere else."""
+        """Return without waiting: KV goes nowhere else."""
 
 
 class RankTaker:
-    """All fetches of one rank. Belongs to the event loop."""
+    """Run the fetches of one rank. Used in the event loop only."""
 
     def __init__(self, fetcher: Fetcher, send_note: Callable[[dict], None]):
         self._fetcher, self._send_note = fetcher, send_note
         self._fetching: dict[int, asyncio.Task[FetchReport]] = {}
 
     def handle_note(self, note: dict) -> None:
-        """Begin a fetch, or give one up."""
+        """Begin a fetch, or cancel one."""
         name = note["fetch"]
         if "pull" in note:
             task = asyncio.get_running_loop().create_task(self._fetch(name, note["pull"]), name=f"fetch {name}")
@@ -53,7 +53,7 @@ class RankTaker:
             task.cancel()
 
     async def stop(self) -> None:
-        """Give all fetches up."""
+        """Cancel all fetches."""
         tasks = list(self._fetching.values())
         for task in tasks:
             task.cancel()
@@ -79,7 +79,7 @@ class RankTaker:
 
 
 def _status_of(error: BaseException) -> str:
-    """Does not return where this process cannot go on."""
+    """Return the status of a failed fetch. Does not return if this process cannot go on."""
     if isinstance(error, DeviceHangs):
         exit_for_lost_device(str(error))
     if isinstance(error, KVError):

@@ -1,1 +1,2 @@
-"""Sessions with gateways: commands become events of legs, one table says what follows, drain ends them."""
+"""Hold sessions with gateways: commands become events of legs, one table has the transitions, a drain ends the
+sessions."""

@@ -1,5 +1,5 @@
-"""Adapters that operators load and unload while the worker runs; every gateway is told by another Hello, and
-records say to workers that start later which there are."""
+"""Load and unload adapters while the worker runs. Gateways learn of them by another Hello, workers that start later by
+records."""
 
 import asyncio
 import logging
@@ -15,28 +15,27 @@ from baton.v1 import worker_pb2 as pb
 from baton.worker.session.adapter_records import AdapterRecords
 from baton.worker.session.sessions import Sessions
 
-# After the start, between looks at what was loaded elsewhere meanwhile: in all as long as the calls of one who loads an
-# adapter on each worker, one after the other, may take.
+# Pauses after the start between checks for adapters that were loaded on other workers meanwhile. Together they are as
+# long as an operator's calls that load an adapter on one worker after the other may take.
 LOOKS_S = (1.0, 4.0, 15.0, 100.0)
 
 log = logging.getLogger(__name__)
 
 
 class LiveAdapters:
-    """Belongs to the event loop; one is read or taken away at a time."""
+    """Load and unload adapters, one at a time. Called in the event loop."""
 
     def __init__(self, engine: Engine, sessions: Sessions, hello: pb.Hello):
-        """`hello`: what the worker says of itself; its list of adapters is kept true."""
+        """Keep the list of adapters in `hello`, the worker's Hello, up to date."""
         self._engine, self._sessions, self._hello = engine, sessions, hello
         self._turn = asyncio.Lock()
         root = engine.config.adapter_root
         self._records = None if root is None else AdapterRecords(root, engine.model_name, engine.model_identity)
-        self._applied_paths: dict[str, str] = {}  # by name, of records that were followed
-        self._unloaded_by_record: set[str] = set()  # whose unloading was followed before this worker was asked for it
+        self._applied_paths: dict[str, str] = {}  # by name, of records that were applied
+        self._unloaded_by_record: set[str] = set()  # names unloaded because their record was removed, before any call
 
     async def restore(self) -> None:
-        """Read those that were loaded before this worker started, and not unloaded. One that cannot be read is logged,
-        and not held."""
+        """Load the adapters that are recorded. One that cannot be read is logged and left out."""
         given = self._engine.adapters.listed()
         await self._apply_records()
         for name, identity in self._engine.adapters.listed().items():
@@ -45,8 +44,8 @@ class LiveAdapters:
                 log.warning("an adapter that was loaded before replaces that of --adapter %s", details)
 
     async def catch_up(self) -> None:
-        """Follow what was loaded and unloaded on other workers while this one started, and no call could reach it. Does
-        not end."""
+        """Apply what was loaded and unloaded on other workers while this one started and could not be called. Does not
+        return."""
         for pause_s in LOOKS_S:
             await asyncio.sleep(pause_s)
             async with self._turn:
@@ -54,9 +53,9 @@ class LiveAdapters:
         await asyncio.get_running_loop().create_future()
 
     async def load(self, name: str, path: str) -> bytes:
-        """Return the identity of the adapter that the name stands for from now on. Raises InvalidRequest for one that
-        cannot be read, FailedPrecondition where none may be."""
-        # A call that is given up ends no thread: what that has read is told all the same.
+        """Load an adapter; return its identity. `name` stands for it from now on. Raises InvalidRequest for an adapter
+        that cannot be read, FailedPrecondition if none may be loaded."""
+        # A cancelled call does not end the thread, so an adapter that it has read is announced all the same.
         folder = await asyncio.to_thread(self._checked, name, path)
         read = await asyncio.shield(asyncio.create_task(self._load(name, folder)))
         if isinstance(read, ModelError):
@@ -64,12 +63,12 @@ class LiveAdapters:
         return read
 
     async def unload(self, name: str) -> None:
-        """Take an adapter from new requests, and from workers that start later. Raises NotFound."""
+        """Unload an adapter for new requests, and for workers that start later. Raises NotFound."""
         if not await asyncio.shield(asyncio.create_task(self._unload(name))):
             raise NotFound(f"there is no adapter {name[:80]!r} here", reason="ADAPTER_NOT_FOUND")
 
     async def _load(self, name: str, folder: Path) -> bytes | ModelError:
-        """Return the error where it cannot be read, as nobody may be left to raise it to."""
+        """Load an adapter. Return the error instead of raising it, because the caller may be gone."""
         async with self._turn:
             try:
                 identity = await self._add(name, folder)
@@ -87,7 +86,7 @@ class LiveAdapters:
         return was_held or was_recorded
 
     async def _apply_records(self) -> None:
-        """Add what is recorded and was not, and remove what was and is no more."""
+        """Load adapters with new records, and unload those whose record was removed."""
         if (recorded := await asyncio.to_thread(self._read_records)) is None:
             return
         for name in self._applied_paths.keys() - recorded.keys():
@@ -100,11 +99,11 @@ class LiveAdapters:
             try:
                 await self._add(name, await asyncio.to_thread(self._checked, name, path))
                 self._applied_paths[name] = path
-            except Exception as error:  # for want of memory, say: the worker serves the others
+            except Exception as error:  # such as a lack of memory: the worker goes on serving the others
                 log.error("an adapter that was loaded before is not held %s", fields(name=name, path=path, error=error))
 
     def _remove(self, name: str) -> bool:
-        """Return whether it was held."""
+        """Remove an adapter from the engine; return whether it was loaded."""
         self._applied_paths.pop(name, None)
         if was_held := self._engine.adapters.remove(name):
             self._send_hello()
@@ -112,7 +111,7 @@ class LiveAdapters:
         return was_held
 
     async def _add(self, name: str, folder: Path) -> bytes:
-        """Read an adapter and tell gateways of it. Raises ModelError."""
+        """Load an adapter into the engine and tell gateways. Raises ModelError."""
         identity = await asyncio.to_thread(self._engine.add_adapter, name, folder)
         self._unloaded_by_record.discard(name)
         self._send_hello()
@@ -120,7 +119,7 @@ class LiveAdapters:
         return identity
 
     def _read_records(self) -> dict[str, str] | None:
-        """Return paths by name; None: they cannot be looked at."""
+        """Return recorded paths by name; None if the records cannot be read."""
         try:
             return {} if self._records is None else dict(self._records.read())
         except OSError as error:
@@ -128,7 +127,7 @@ class LiveAdapters:
             return None
 
     def _write_record(self, name: str, folder: Path) -> str | None:
-        """Return the path that is recorded; None: none could be."""
+        """Record the adapter; return the recorded path, or None if nothing could be written."""
         assert self._records is not None and self._engine.config.adapter_root is not None
         path = str(folder.relative_to(self._engine.config.adapter_root.resolve()))
         try:
@@ -139,7 +138,7 @@ class LiveAdapters:
         return path
 
     def _remove_record(self, name: str) -> bool:
-        """Return whether there was a record of it, as far as can be seen."""
+        """Remove the record; return whether there was one, False if that cannot be seen."""
         try:
             return self._records is not None and self._records.forget(name)
         except OSError as error:
@@ -147,7 +146,7 @@ class LiveAdapters:
             return False
 
     def _checked(self, name: str, path: str) -> Path:
-        """Return the folder of an adapter that may be loaded by this name. Raises InvalidRequest,
+        """Return the folder of an adapter that may be loaded under this name. Raises InvalidRequest,
         FailedPrecondition."""
         try:
             check_model_name(name, "name")

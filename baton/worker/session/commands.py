@@ -1,7 +1,6 @@
-"""The gateways' commands, the engine's outputs and the ends of sessions, as events of the legs that they are about.
+"""Turn gateways' commands, the engine's outputs and ends of sessions into events of the legs that they concern.
 
-Belongs to the event loop. Calls into the engine's ledger are answered at once; the engine's outputs come in batches.
-"""
+Called in the event loop. Calls of the engine's ledger return without waiting; the engine's outputs come in batches."""
 
 from collections.abc import Sequence
 
@@ -25,7 +24,7 @@ _EVENTS = {
 
 
 class Commands:
-    """Finds the leg of each command and output, and lets the event happen to it."""
+    """Find the leg of each command and output, and dispatch the event to it."""
 
     def __init__(self, lifecycle: Lifecycle):
         self.legs = lifecycle.legs
@@ -36,10 +35,10 @@ class Commands:
         return self._lifecycle.is_draining
 
     def obey(self, outbox: Outbox, command: pb.Command) -> None:
-        """Take one command with a key, from the session that `outbox` belongs to."""
+        """Dispatch one command with a key, from the session of `outbox`."""
         kind = command.WhichOneof("kind")
         message = getattr(command, kind)
-        if kind == "attach":  # another session's leg may answer it
+        if kind == "attach":  # it may concern a leg of another session
             self._attach(outbox, message)
             return
         if kind == "prefill":
@@ -48,16 +47,16 @@ class Commands:
             event = _EVENTS[kind]
         key = Key(*key_from_proto(message.key))
         leg = self.legs.get(key) or Leg(key, outbox)
-        if leg.key not in self.legs and self.legs.is_taken(key):  # the engine's key of a leg that has another now
+        if leg.key not in self.legs and self.legs.is_taken(key):  # the engine's key of a leg that was renamed
             if event in OPENING:
                 refuse_in_use(self._lifecycle, leg, message)
         elif leg.outbox is outbox:
             self._lifecycle.happen(leg, event, message)
-        elif event in OPENING:  # another gateway has a leg of this key: it is not touched
+        elif event in OPENING:  # another gateway has a leg with this key, which is left alone
             refuse_in_use(self._lifecycle, Leg(key, outbox), message)
 
     def on_outputs(self, outputs: Sequence[Output]) -> None:
-        """Take the outputs of one step of the engine."""
+        """Dispatch the outputs of one step of the engine."""
         for output in outputs:
             leg = self.legs.of_engine(output.key)
             if leg is None:
@@ -74,18 +73,18 @@ class Commands:
                 self._lifecycle.happen(leg, LegEvent.ENGINE_ENDED, output)
 
     def on_stream_lost(self, outbox: Outbox) -> None:
-        """Park what decodes, for a gateway that attaches; give up all else that came through this session."""
+        """Park the decoding legs of a lost session, for a gateway that attaches; cancel its other legs."""
         for leg in self.legs.of_session(outbox):
             leg.is_stream_lost = True
             self._lifecycle.happen(leg, LegEvent.STREAM_LOST)
 
     def on_read(self, key: Key) -> None:
-        """Resume a sequence that had too many unread tokens: the gateway has read them."""
+        """Resume a sequence that had too many unread tokens, which the gateway has now read."""
         if (leg := self.legs.get(key)) is not None:
             self._lifecycle.happen(leg, LegEvent.READ)
 
     def start_draining(self) -> None:
-        """Refuse new requests from here on."""
+        """Refuse new requests from now on."""
         self._lifecycle.is_draining = True
         self._lifecycle.on_change()
 
@@ -95,7 +94,7 @@ class Commands:
             self._lifecycle.happen(leg, LegEvent.GRACE_OVER)
 
     def _attach(self, outbox: Outbox, attach: pb.Attach) -> None:
-        """Let an Attach happen to its own leg, which is absent: its action looks for the leg that it is meant for."""
+        """Dispatch an Attach to a new, absent leg, whose action looks for the leg that is meant."""
         leg = Leg(Key(*key_from_proto(attach.key)), outbox)
         if self.legs.is_taken(leg.key):
             refuse_in_use(self._lifecycle, leg, attach)

@@ -1,7 +1,7 @@
-"""Drain a worker: refuse what is new, let what runs end or move, let leases be taken or expire, close the sessions.
+"""Drain a worker: refuse new requests, let running ones end or move, let leases be taken or expire, close sessions.
 
-asked (SIGTERM, or Drain) ─► refuses ─► nothing runs │ grace over ─► what runs moves ─► sessions closed ─► exits, or
-                                                                     with its KV                      restarts in
+asked (SIGTERM, or Drain) ─► refuses ─► nothing runs │ grace over ─► requests move ─► sessions closed ─► exits, or
+                                                                     with their KV                    restarts in
                                                                                                       another role
 """
 
@@ -16,30 +16,30 @@ from baton.service.logs import fields
 from baton.worker.session.commands import Commands
 from baton.worker.session.sessions import Sessions
 
-ASK_S = 0.5  # for gateways to find another worker, which asks for the KV of the requests that move
-SETTLE_S = 3.0  # for what was ended by force to give its blocks back, and for that KV to be pulled
-FLUSH_S = 1.0  # for the last words to be read
+ASK_S = 0.5  # for gateways to find other workers, which then ask for the KV of requests that move
+SETTLE_S = 3.0  # for that KV to be pulled, and for ended requests to give their blocks back
+FLUSH_S = 1.0  # for gateways to read the last events
 _POLL_S = 0.01
 
 log = logging.getLogger(__name__)
 
 
 class Drain:
-    """Belongs to the event loop."""
+    """Drain the worker once it is asked to. Called in the event loop."""
 
     def __init__(self, commands: Commands, sessions: Sessions, grace_s: float):
-        """`grace_s`: how long what runs may take, unless a Drain says otherwise."""
+        """Drain within `grace_s`, in which running requests may end, unless a Drain call names another grace."""
         self.asked = asyncio.Event()
         self.next_role = ""
         self.stays_away = False
         self._commands = commands
         self._sessions = sessions
         self._grace_s = grace_s
-        self._until = math.inf  # of the grace, time.monotonic()
+        self._until = math.inf  # when the grace ends, on time.monotonic()
 
     def ask(self, next_role: str, grace_s: float, stay_away: bool = False) -> int:
-        """Begin to drain, and return how many legs still run. Asked again, it may shorten the grace, or let the worker
-        stay away. Raises FailedPrecondition when asked for another role to come next."""
+        """Begin to drain; return how many legs still run. A second call may shorten the grace, or ask that the worker
+        stays away. Raises FailedPrecondition if it asks for another next role."""
         if not self.asked.is_set():
             self.next_role = next_role
             self._begin(grace_s or self._grace_s)
@@ -52,14 +52,14 @@ class Drain:
         return self._commands.legs.num_busy
 
     async def end_on(self, stop: asyncio.Event) -> None:
-        """Wait for the signal to end, and begin to drain, or shorten the grace to the worker's own. No role comes
-        next."""
+        """Wait for the signal to end; then begin to drain, or shorten the grace to the worker's own. No other role
+        follows."""
         await stop.wait()
         self.next_role = ""
         self._begin(self._grace_s)
 
     async def run(self) -> None:
-        """Wait until the last session has ended; at most the grace and the seconds above."""
+        """Drain until all sessions are closed; this takes the grace and the times above at most."""
         legs = self._commands.legs
         log.info("draining %s", fields(keys=legs.num_busy, grace_s=self._until - time.monotonic()))
         if not await _until(lambda: not legs.num_busy, lambda: self._until):
@@ -83,7 +83,7 @@ def _in(seconds: float) -> Callable[[], float]:
 
 
 async def _until(condition: Callable[[], bool], deadline: Callable[[], float]) -> bool:
-    """Wait for a condition, and return whether it came true by `deadline()`, which may come nearer meanwhile."""
+    """Wait for `condition`; return whether it came true by `deadline()`, which may move closer meanwhile."""
     while not condition():
         if time.monotonic() >= deadline():
             return False

@@ -1,6 +1,6 @@
-"""Actions that end a leg, of whatever role, and those that leave it alone.
+"""Actions that end a leg of either role, and actions that leave it alone.
 
-A leg that ends gives everything back, and goes in `report_end` and nowhere else: one Ended for each leg.
+A leg that ends gives everything back. It is removed in `report_end` and nowhere else, with one Ended for each leg.
 """
 
 from baton.engine.core.request import Refusal, RequestEnded
@@ -15,16 +15,16 @@ IN_USE_RETRY_S = 0.05
 
 
 def ignore(lifecycle: Lifecycle, leg: Leg, subject: object) -> None:
-    """Do nothing: a command that crossed the leg's Ended, an output of a leg that is ending."""
+    """Do nothing: for a command that crossed the leg's Ended, or an output of a leg that is ending."""
 
 
 def refuse_in_use(lifecycle: Lifecycle, leg: Leg, subject: object) -> None:
-    """Answer a command that would open a leg whose key is taken."""
+    """Refuse a command that would open a leg whose key is in use."""
     leg.outbox.reply(messages.refused(leg.key, "in_use", IN_USE_RETRY_S))
 
 
 def refuse(lifecycle: Lifecycle, leg: Leg, refusal: Refusal) -> None:
-    """Answer a command that could not open its leg: there is no room, or the worker drains."""
+    """Refuse a command that could not open its leg: there is no room, or the worker drains."""
     leg.outbox.reply(messages.refused(leg.key, refusal.reason, refusal.retry_after_s))
 
 
@@ -53,24 +53,24 @@ def end_draining(lifecycle: Lifecycle, leg: Leg, subject: None) -> None:
 
 
 def end_with_engine(lifecycle: Lifecycle, leg: Leg, ended: RequestEnded) -> None:
-    """End with the status that the engine has given."""
+    """End with the status of the engine."""
     lifecycle.give_back(leg, end_status.of_engine(ended))
 
 
 def give_back_rest(lifecycle: Lifecycle, leg: Leg, ending: str) -> None:
-    """Ask for what an ending leg has kept until its lease was over."""
+    """Ask for what an ending leg could not give back before its lease was over."""
     lifecycle.give_back(leg, None)
 
 
 def settle(lifecycle: Lifecycle, leg: Leg, subject: object) -> None:
-    """Let the leg go if this was the last that was out. What the engine says counts where no status is known."""
+    """Remove the leg if nothing is out any more. The engine's status counts if the leg has none."""
     if leg.status is None and isinstance(subject, RequestEnded):
         leg.status = end_status.of_engine(subject)
     lifecycle.settle(leg)
 
 
 def report_end(lifecycle: Lifecycle, leg: Leg, subject: None) -> None:
-    """Tell the gateway, if its session lives, and all that count legs."""
+    """Report the end of a leg to its gateway, if the session lives, and to metrics and spans."""
     leg.status = leg.status or end_status.CANCELLED
     if not leg.is_stream_lost:
         _send_end(leg)

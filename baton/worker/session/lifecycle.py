@@ -1,8 +1,8 @@
-"""The machine of legs: every event goes through a table of transitions, which alone sets a leg's state.
+"""Run the state machine of legs: every event goes through a table of transitions, which alone sets a leg's state.
 
-An action is a function of the machine, the leg, and what the event brought: the command's message, the engine's
-output, a status. It never sets the state. Where it finds nothing to do it calls `stop`; what it raises stops
-the leg too, never the session, nor the other legs of the same message.
+An action is a function of the machine, the leg, and the event's payload: the command's message, the engine's output, or
+a status. It never sets the state. If it finds nothing to do it calls `stop`. An exception that it raises ends this leg
+only, never the session or other legs.
 """
 
 import asyncio
@@ -31,9 +31,9 @@ Action = Callable[["Lifecycle", Leg, Any], None]
 
 
 class LegTransition(NamedTuple):
-    """The leg moves to `state`, then `action` runs. `others`: states that the action's own doing may lead on to; with
-    ENDING, the leg is gone at once when nothing of it is out. Where an action raises, the row `stop` says what follows
-    (`refused` where it is a Refusal that opens the leg)."""
+    """Move the leg to `state`, then run `action`. `others`: states that the action itself may lead to; if they include
+    ENDING, the leg may already be absent when the action returns. If the action raises, the transition for STOP
+    follows, or for REFUSED if it is a Refusal of an opening command."""
 
     action: Action
     state: LegState
@@ -44,7 +44,8 @@ Table = Mapping[tuple[LegState, LegEvent], LegTransition]
 
 
 class Lifecycle:
-    """All live legs of one worker. Belongs to the event loop. Actions use its parts: engine, handoff, intake, legs."""
+    """The state machine of all legs of one worker. Used in the event loop. Actions use its parts: engine, handoff,
+    intake, legs."""
 
     def __init__(
         self,
@@ -57,8 +58,9 @@ class Lifecycle:
         on_ended: Callable[[Leg], None],
         resume_window_s: float,
     ):
-        """`on_change`: the load is different now. `on_ended`: a leg has ended, with all its stamps. `resume_window_s`:
-        how long a sequence whose stream was lost waits for a gateway that attaches."""
+        """Begin without legs. `on_change()` is called when the load has changed, `on_ended(leg)` when a leg has ended,
+        with all its times. `resume_window_s`: how long a sequence whose stream was lost waits for a gateway to
+        attach."""
         self.engine = engine
         self.handoff = handoff
         self.intake = intake
@@ -70,7 +72,7 @@ class Lifecycle:
         self._table = table
 
     def happen(self, leg: Leg, event: LegEvent, subject: object = None) -> None:
-        """Take one event of one leg through the table. `subject`: what the event brought, for the action."""
+        """Dispatch one event of one leg: set its new state and run the action with `subject`, the event's payload."""
         was_absent = leg.state is LegState.ABSENT
         transition = self._table[leg.state, event]
         self._move(leg, transition.state)
@@ -78,7 +80,7 @@ class Lifecycle:
             transition.action(self, leg, subject)
         except Exception as error:
             if event is LegEvent.STOP:
-                # Nothing can end it better: what it has out may stay so, but it is this leg alone.
+                # Nothing more can be done: this leg may never give everything back, but only this one.
                 log.exception("key not given back %s", fields(key=leg.key))
                 exit_if_out_of_memory(error)
             elif isinstance(error, Refusal) and was_absent and not leg.owed:
@@ -88,12 +90,12 @@ class Lifecycle:
                 self.stop(leg, end_status.of_exception(error))
 
     def stop(self, leg: Leg, status: Status | None) -> None:
-        """End a leg. The first status counts; None leaves it to the engine's RequestEnded."""
+        """End a leg. The first status counts; with None the status comes with the engine's RequestEnded."""
         self.happen(leg, LegEvent.STOP, status)
 
     def give_back(self, leg: Leg, status: Status | None) -> None:
-        """Ask for everything that an ending leg still has out; for its blocks once its lease is over, as until then a
-        rank may confirm what is in them."""
+        """Ask for everything that an ending leg still has out. Its blocks are asked for when its lease is over, because
+        until then a rank may confirm what is in them."""
         leg.status = leg.status or status
         if Owed.LEASE in leg.owed:
             self.handoff.cancel(leg)
@@ -104,24 +106,25 @@ class Lifecycle:
         self.settle(leg)
 
     def settle(self, leg: Leg) -> None:
-        """Let an ending leg go when nothing of it is out any more."""
+        """Remove an ending leg if nothing of it is out any more."""
         if not leg.owed:
             self.happen(leg, LegEvent.ALL_BACK)
 
     def set_deadline(self, leg: Leg, deadline: float) -> None:
-        """Let DEADLINE happen at `deadline`, time.monotonic(). Raises TimeoutError when that is past."""
+        """Dispatch DEADLINE at `deadline`, on time.monotonic(). Raises TimeoutError if that is past."""
         if deadline <= time.monotonic():
             raise TimeoutError
         self.set_timer(leg, deadline, LegEvent.DEADLINE)
 
     def set_timer(self, leg: Leg, at: float, event: LegEvent) -> None:
-        """Let `event` happen at `at`, instead of what the leg waited for so far."""
+        """Dispatch `event` at `at`, in place of the event that the leg's timer was set for."""
         if leg.timer is not None:
             leg.timer.cancel()
         leg.timer = asyncio.get_running_loop().call_at(at, self.happen, leg, event)
 
     def fetch_ended(self, leg: Leg, outcome: FetchReport | Status | None) -> None:
-        """Note that no byte of the leg's fetch can land any more. None: the engine has ended the leg, and says why."""
+        """Note that no more bytes of the leg's fetch can land. None: the engine has ended the leg, and its RequestEnded
+        says why."""
         leg.owed.discard(Owed.FETCH)
         leg.fetch_ended_at = time.monotonic()
         if isinstance(outcome, FetchReport):
@@ -131,14 +134,14 @@ class Lifecycle:
             self.happen(leg, LegEvent.FETCH_FAILED, outcome)
 
     def lease_ended(self, key: Key, ending: str) -> None:
-        """Note that the takers of a leg's lease have all they wanted, or never will; `ending` in the source's words."""
+        """Note that a leg's lease is over."""
         leg = self.legs.get(key)
         if leg is not None and Owed.LEASE in leg.owed:
             leg.owed.discard(Owed.LEASE)
             self.happen(leg, LegEvent.LEASE_OVER, ending)
 
     def _move(self, leg: Leg, state: LegState) -> None:
-        """Set the state, the one place that does; a leg is in `legs` while it is not absent."""
+        """Set the state. A leg is in `legs` while it is not absent."""
         before, leg.state = leg.state, state
         if before is LegState.ABSENT and state is not LegState.ABSENT:
             self.legs[leg.key] = leg
@@ -149,7 +152,7 @@ class Lifecycle:
 
     @staticmethod
     def _log(leg: Leg, transition: LegTransition, error: Exception) -> None:
-        """Log what is no fault of a peer's. Does not return where the machine is out of memory."""
+        """Log an error that no peer has caused. Does not return if the machine is out of memory."""
         if not isinstance(error, (ValueError, KVError, TimeoutError, Refusal)):
             log.exception("key failed %s", fields(key=leg.key, action=transition.action.__name__))
             exit_if_out_of_memory(error)

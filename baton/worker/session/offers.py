@@ -1,5 +1,4 @@
-"""Actions of a source, which either role may be: spans that are cached here are leased to a taker, until the lease is
-over."""
+"""Actions of a source, in either role: lease spans that are cached here to a taker."""
 
 from baton.service.codec import deadline_of, key_to_proto
 from baton.v1 import worker_pb2 as pb
@@ -13,8 +12,8 @@ from kvtransfer.wire import Taker
 
 
 def offer(lifecycle: Lifecycle, leg: Leg, message: pb.Offer) -> None:
-    """Lease a chain of spans, or answer NotHere. A draining worker does it too: other workers take its requests over,
-    and ask for their KV."""
+    """Lease a chain of spans, or answer NotHere. A draining worker does this too, because other workers take its
+    requests over and ask for their KV."""
     check_key(leg)
     lifecycle.set_deadline(leg, deadline_of(message.budget_ms))
     taker = lifecycle.handoff.taker_of(message.taker)
@@ -33,7 +32,7 @@ def offer(lifecycle: Lifecycle, leg: Leg, message: pb.Offer) -> None:
 
 
 def _offer_again(lifecycle: Lifecycle, leg: Leg, lease_id: bytes, taker: Taker) -> None:
-    """Offer a lease that another leg has here to one more taker."""
+    """Offer another leg's lease to one more taker."""
     try:
         ticketed = lifecycle.handoff.lease_again(leg, lease_id, taker, lifecycle.lease_ended)
     except LeaseExpired:
@@ -53,7 +52,7 @@ def renew(lifecycle: Lifecycle, leg: Leg, message: pb.RenewLease) -> None:
 
 
 def end_lease(lifecycle: Lifecycle, leg: Leg, ending: str) -> None:
-    """Free the blocks of a lease that is over; `ending` in the source's words."""
+    """Free the blocks of a lease that is over."""
     leg.status = end_status.LEASE_OVER[ending]
     lifecycle.engine.admission.release_lease(leg.key)
     lifecycle.settle(leg)

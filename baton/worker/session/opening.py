@@ -1,5 +1,5 @@
-"""Open a leg of either role: check its name, budget and request, and compute the part of its prompt that no other
-worker has given."""
+"""Open a leg of either role: check its key, budget and request, and compute the part of its prompt that no other worker
+has given."""
 
 from baton.engine.core.request import Refusal, Request
 from baton.v1 import worker_pb2 as pb
@@ -13,7 +13,7 @@ MAX_ID_CHARS = 256
 
 def open_request(lifecycle: Lifecycle, leg: Leg, spec: pb.RequestSpec) -> Request:
     """Return the checked request of a new leg; nothing is allocated yet. Raises Refusal while the worker drains,
-    ValueError naming a bad field, TimeoutError for a budget that is used up."""
+    ValueError that names a bad field, TimeoutError for a budget that is used up."""
     if lifecycle.is_draining:
         raise Refusal("draining", DRAINING_RETRY_S)
     check_key(leg)
@@ -33,5 +33,5 @@ def compute_rest(lifecycle: Lifecycle, leg: Leg, subject: object) -> None:
     """Let the engine prefill what is not here yet."""
     try:
         lifecycle.engine.admission.compute_rest(leg.key)
-    except LookupError:  # its RequestEnded, with the reason, is on its way
+    except LookupError:  # the engine has ended it; its RequestEnded, with the reason, follows
         lifecycle.stop(leg, None)

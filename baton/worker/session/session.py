@@ -1,5 +1,5 @@
-"""One bidirectional stream per gateway: Hello both ways, then commands in, events out. Losing it parks what decodes. A
-new stream of the same gateway takes the place of the last."""
+"""Serve one bidirectional stream per gateway: Hello both ways, then commands in and events out. When it is lost,
+decoding legs are parked. A new stream of the same gateway replaces the old one."""
 
 import asyncio
 import logging
@@ -25,10 +25,10 @@ log = logging.getLogger(__name__)
 
 
 class WorkerService(worker_pb2_grpc.WorkerServicer):
-    """Answers gateways, and operators who drain the worker."""
+    """Answer gateways, and operators' commands."""
 
     def __init__(self, commands: Commands, sessions: Sessions, drain: Drain, adapters: LiveAdapters, hello: pb.Hello):
-        """`hello`: what the worker says of itself."""
+        """Serve with `hello`, the worker's Hello."""
         self._adapters = adapters
         self._commands = commands
         self._sessions = sessions
@@ -42,7 +42,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         return described
 
     async def Drain(self, request: pb.DrainRequest, context) -> pb.DrainResponse:
-        """Begin to drain. Asked again with the same next role, say how far it is; a shorter grace counts from now.
+        """Begin to drain. A second call with the same next role returns how far it is, and may shorten the grace.
         Raises InvalidRequest, FailedPrecondition."""
         if request.next_role not in ("", *ROLES):
             raise InvalidRequest("next_role", "is unknown: prefill or decode, or empty to end")
@@ -55,11 +55,11 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         return pb.DrainResponse(num_sequences=num_sequences, role=self._hello.roles[0], keeper=keeper)
 
     async def LoadAdapter(self, request: pb.LoadAdapterRequest, context) -> pb.LoadAdapterResponse:
-        """Read an adapter for requests to come. Raises BatonError."""
+        """Load an adapter for new requests. Raises BatonError."""
         return pb.LoadAdapterResponse(identity=await self._adapters.load(request.name, request.path))
 
     async def UnloadAdapter(self, request: pb.UnloadAdapterRequest, context) -> pb.UnloadAdapterResponse:
-        """Take an adapter from requests to come. Raises BatonError."""
+        """Unload an adapter for new requests. Raises BatonError."""
         await self._adapters.unload(request.name)
         return pb.UnloadAdapterResponse()
 
@@ -70,7 +70,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         if (last := self._sessions.open(hello.instance, outbox)) is not None:
             self._commands.on_stream_lost(last)
             last.close()
-        outbox.reply(pb.Event(hello=self._hello))  # now that it will be sent what changes
+        outbox.reply(pb.Event(hello=self._hello))  # only now, so that no later change is missed
         log.info("session opened %s", fields(session=hello.instance.hex()[:8], peer=context.peer()))
         reader = asyncio.create_task(self._read(outbox, commands), name="session reader")
         writer = asyncio.create_task(outbox.run(), name="session writer")
@@ -87,7 +87,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             log.info("session closed %s", fields(session=hello.instance.hex()[:8], why=why))
 
     async def _greet(self, commands: AsyncIterator[pb.Command]) -> pb.Hello:
-        """Return the gateway's Hello. Raises FailedPrecondition where the two cannot talk."""
+        """Return the gateway's Hello. Raises FailedPrecondition if the two cannot talk."""
         try:
             async with asyncio.timeout(HELLO_TIMEOUT_S):
                 command = await anext(commands, None)
@@ -119,5 +119,5 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
 
 
 def _words(error: Exception) -> str:
-    """Describe why a session ended. The error of a write to a peer that has left names gRPC's own objects only."""
+    """Describe why a session ended. Errors of writing to a peer that has left name only gRPC's own objects."""
     return "hung up" if type(error).__module__.startswith("grpc") else f"{type(error).__name__}: {error}"

@@ -1,4 +1,4 @@
-"""The sessions that are open: whom to tell the load and the index, and who hangs up."""
+"""Hold the open sessions: send load and index events to all, and close them."""
 
 from baton.engine.engine import Engine
 from baton.v1 import worker_pb2 as pb
@@ -6,7 +6,7 @@ from baton.worker.wire.outbox import Outbox
 
 
 class Sessions:
-    """The outboxes of all sessions of one worker. Belongs to the event loop."""
+    """The outboxes of all sessions of one worker. Used in the event loop only."""
 
     def __init__(self, engine: Engine):
         self.outboxes: set[Outbox] = set()
@@ -14,8 +14,7 @@ class Sessions:
         self._engine = engine
 
     def open(self, instance: bytes, outbox: Outbox) -> Outbox | None:
-        """Add the session of a gateway's link. Return the one before it, which must be dead: this one takes its
-        place."""
+        """Add a gateway's session. Return its session before, which must be dead, since this one replaces it."""
         last = self._of_instance.get(instance)
         self._of_instance[instance] = outbox
         self.outboxes.add(outbox)
@@ -33,25 +32,25 @@ class Sessions:
             outbox.close()
 
     def send_hello(self, hello: pb.Hello) -> None:
-        """Say on every session what has become of the worker."""
+        """Send the worker's new Hello to every session."""
         event = pb.Event()
         event.hello.CopyFrom(hello)
         for outbox in self.outboxes:
             outbox.reply(event)
 
     def send_load(self, load: pb.Load) -> None:
-        """Send it on every session."""
+        """Send the load to every session."""
         for outbox in self.outboxes:
             outbox.set_load(load)
 
     def send_block_events(self) -> None:
-        """Send what was sealed and evicted since the last call to the sessions that have subscribed."""
+        """Send the spans sealed and evicted since the last call to the subscribed sessions."""
         sealed, evicted = self._engine.ledger.block_events()
         if sealed or evicted:
             for outbox in self.outboxes:
                 outbox.add_block_events(sealed, evicted)
 
     def subscribe(self, outbox: Outbox, epoch: int) -> None:
-        """Send a snapshot of the index on one session, and what changes from there on."""
-        self.send_block_events()  # what the others must still hear is no news beside a snapshot
+        """Send a snapshot of the index to one session, and later changes."""
+        self.send_block_events()  # to the other sessions; the snapshot contains these changes already
         outbox.subscribe(epoch, self._engine.ledger.snapshot())

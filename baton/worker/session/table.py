@@ -1,4 +1,4 @@
-"""The table of a worker's legs: the rows that all workers have, joined with those of the two roles."""
+"""Build the transition table of legs: the rows of all workers, joined with those of the two roles."""
 
 from collections.abc import Iterable
 
@@ -8,7 +8,8 @@ from baton.worker.session.lifecycle import LegTransition, Table
 
 
 def join_tables(*roles: Table) -> Table:
-    """Return the whole table, a transition for each state and event. Raises ValueError when two roles have one cell."""
+    """Return the whole table, with a transition for each state and event. Raises ValueError if two roles define one
+    cell."""
     s = LegState
     table = {(state, event): LegTransition(endings.ignore, state) for state in s for event in LegEvent}
     table |= _all_workers()
@@ -24,7 +25,7 @@ def join_tables(*roles: Table) -> Table:
 def _all_workers() -> dict[tuple[LegState, LegEvent], LegTransition]:
     s, e, go = LegState, LegEvent, LegTransition
     table: dict[tuple[LegState, LegEvent], LegTransition] = {}
-    # A key that another leg has: that leg is not touched. A command with no place in a live leg's state ends it.
+    # An opening command with the key of a live leg is refused. Any other command that its state does not allow ends it.
     for state in (*LIVE, s.ENDING):
         table |= {(state, event): go(endings.refuse_in_use, state) for event in OPENING}
     for state in LIVE:
@@ -41,9 +42,9 @@ def _all_workers() -> dict[tuple[LegState, LegEvent], LegTransition]:
         (s.ABSENT, e.OFFER): go(offers.offer, s.HELD, (s.ENDING,)),
         (s.HELD, e.RENEW): go(offers.renew, s.HELD),
         (s.HELD, e.LEASE_OVER): go(offers.end_lease, s.ENDING),
-        # The taker may be fetching: the lease has a clock of its own.
+        # The taker may still be fetching: the lease expires by itself.
         (s.HELD, e.STREAM_LOST): go(endings.ignore, s.HELD),
-        # What is still out comes home; the last of it lets the leg go.
+        # Parts give back what they hold of the leg; the last one removes it.
         (s.ENDING, e.FETCHED): go(endings.settle, s.ENDING),
         (s.ENDING, e.FETCH_FAILED): go(endings.settle, s.ENDING),
         (s.ENDING, e.LEASE_OVER): go(endings.give_back_rest, s.ENDING),

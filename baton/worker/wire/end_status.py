@@ -1,4 +1,4 @@
-"""The status with which a leg ends: a google.rpc.Code, a stable reason, and a message."""
+"""Name the status with which a leg ends: a google.rpc.Code, a stable reason, and a message."""
 
 from typing import NamedTuple
 
@@ -10,7 +10,7 @@ from kvtransfer import errors
 
 
 class Status(NamedTuple):
-    """`code` is a google.rpc.Code number; 0 is ok."""
+    """Say how a leg ended. `code` is a google.rpc.Code number; 0 is ok."""
 
     code: int
     reason: str = ""
@@ -27,12 +27,12 @@ ATTACHED = Status(code_pb2.ABORTED, protocol.ATTACHED, "another gateway has take
 LEASE_EXPIRED = Status(code_pb2.UNAVAILABLE, protocol.LEASE_EXPIRED, "the KV of this prompt was not fetched in time")
 DRAINING = Status(code_pb2.UNAVAILABLE, protocol.DRAINING, "this worker is shutting down")
 
-# By how a lease ends, in the source's words. One that was taken is no news: its taker's leg has reported it.
+# By how a lease ends. One that was taken ends with OK: its taker's leg has reported it.
 LEASE_OVER = {"released": OK, "cancelled": CANCELLED, "expired": LEASE_EXPIRED}
 
 
 def misplaced(command: str) -> Status:
-    """Return the status for a command that the leg's state has no place for."""
+    """Return the status for a command that the leg's state does not allow."""
     return Status(code_pb2.FAILED_PRECONDITION, "BAD_COMMAND", f"{command} came when this key had no place for it")
 
 
@@ -48,8 +48,7 @@ _KV_ERRORS = (
 
 
 def of_exception(error: BaseException) -> Status:
-    """Return the status of a leg whose command, or fetch, raised `error`: a ValueError says what is wrong with a
-    command."""
+    """Return the status of a leg whose command or fetch raised `error`. A ValueError is a fault of the command."""
     for kind, code, reason in _KV_ERRORS:
         if isinstance(error, kind):
             return Status(code, reason, str(error) or reason)
@@ -64,7 +63,7 @@ def of_exception(error: BaseException) -> Status:
 
 
 def internal(error: BaseException) -> Status:
-    """Return the status where `error` is a fault of this worker."""
+    """Return the status for an `error` that is a fault of this worker."""
     return Status(code_pb2.INTERNAL, "INTERNAL", f"{type(error).__name__}: {error}")
 
 

@@ -26,13 +26,13 @@ from kvtransfer.naming import HASH_BYTES, SPAN_TOKENS
 from kvtransfer.transfer.fetcher import FetchReport
 
 _NO_BIAS: tuple[tuple[int, float], ...] = ()
-# Of what one request may ask of a step: at least what gateways let through, and nothing that fails a step or fills it.
+# Bounds of one request: no lower than those of gateways, and low enough that no request fails or fills a step.
 _MAX_CHOICES, _MAX_LOGPROBS, _MAX_BIASES = 64, 128, 1024
-_COUNTS = ("logprobs", "prompt_logprobs")  # of the best tokens, where they are asked for
+_COUNTS = ("logprobs", "prompt_logprobs")  # optional numbers of best tokens
 
 
 def request_of(key: Key, spec: pb.RequestSpec, vocab_size: int) -> Request:
-    """Return a Request whose deadline counts from now on this process's clock. Raises ValueError naming the field."""
+    """Return a Request whose deadline is on this process's clock. Raises ValueError that names the bad field."""
     token_ids = tuple(spec.token_ids)
     if not 1 <= spec.num_prompt_tokens <= len(token_ids):
         raise ValueError(f"num_prompt_tokens is {spec.num_prompt_tokens} of {len(token_ids)} token_ids")
@@ -73,7 +73,8 @@ def request_of(key: Key, spec: pb.RequestSpec, vocab_size: int) -> Request:
 def _pooled_request(
     key: Key, spec: pb.RequestSpec, token_ids: tuple[int, ...], sampling: SamplingParams, vocab_size: int
 ) -> Request:
-    """Return a request whose prompt is read and not answered. It has no names: nothing of it is cached."""
+    """Return a request whose prompt is read and not answered. It has no span hashes, because nothing of it is
+    cached."""
     if len(token_ids) != spec.num_prompt_tokens:
         raise ValueError(f"pooling: {len(token_ids)} token_ids, and only {spec.num_prompt_tokens} are of the prompt")
     asked = spec.pooling
@@ -98,7 +99,7 @@ def _pooled_request(
 
 
 def _sampling_of(sampling: pb.WorkerSampling, vocab_size: int) -> SamplingParams:
-    """The message has the fields of SamplingParams, by name."""
+    """Return the sampling parameters; the message has fields of the same names."""
     values = {each.name: getattr(sampling, each.name) for each in fields(SamplingParams)}
     for name in _COUNTS:
         count = values[name] if sampling.HasField(name) else None
@@ -126,7 +127,7 @@ def _check_ids(field: str, token_ids: Iterable[int], vocab_size: int) -> None:
 
 
 def _check_range(field: str, value: float, least: float, most: float) -> None:
-    if not least * 0.999 <= value <= most:  # a float of the wire is a hair from ours; nan is in no range
+    if not least * 0.999 <= value <= most:  # floats lose precision on the wire; nan is in no range
         raise ValueError(f"{field} is {value:g}: {least:g} to {most:g}")
 
 
@@ -165,7 +166,7 @@ def _hash_of(value: bytes, field: str) -> bytes:
 
 
 def chain_of(chain: pb.SpanChain) -> tuple[bytes, ...]:
-    """Return the hashes of an Offer. Raises ValueError for none."""
+    """Return the hashes of an Offer. Raises ValueError if there are none."""
     if not chain.hashes:
         raise ValueError("spans.hashes is empty")
     return _span_hashes_of(chain.hashes, len(chain.hashes))
@@ -196,8 +197,8 @@ def first_token_to_proto(first: FirstToken) -> pb.FirstToken:
 
 
 def first_tokens_of(firsts: Iterable[pb.FirstToken], num_choices: int, vocab_size: int) -> tuple[FirstToken, ...]:
-    """Return the first tokens of choices that continue. Raises ValueError for a token or choice that does not exist,
-    and for a choice given twice."""
+    """Return the first tokens of the choices that continue. Raises ValueError for a token or choice that does not
+    exist, and for a choice given twice."""
     found = tuple(map(_first_token_of, firsts))
     choices = {first.choice for first in found}
     if len(choices) < len(found) or max(choices, default=0) >= num_choices:

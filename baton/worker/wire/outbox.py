@@ -1,6 +1,6 @@
-"""Events that a session still has to write: merged while the gateway reads slowly, bounded, written by one task.
+"""Write a session's events: one task writes them, they are bounded, and merged while the gateway reads slowly.
 
-replies            written at once, in order (granted, accepted, done with its first tokens, fetched ...)
+replies            written without delay, in order (granted, accepted, done with its first tokens, fetched ...)
 rows of tokens     merged per (key, choice); at most one message per 4 ms, split at 256 KiB
 endings            after the rows of their key
 load, block events only the latest load; block events are merged
@@ -20,16 +20,16 @@ from baton.v1 import worker_pb2 as pb
 from baton.worker.wire.messages import logprobs_to_proto
 from kvtransfer.naming import HASH_BYTES
 
-MIN_GAP_S = 0.004  # between two messages of rows
+MIN_GAP_S = 0.004  # between two messages of tokens
 MAX_MESSAGE_BYTES = 256 << 10
-MAX_UNREAD_TOKENS = 2048  # of one sequence, beyond what the transport has taken
-MAX_REPLIES = 1024  # unwritten ones before no more commands are read
+MAX_UNREAD_TOKENS = 2048  # of one sequence, besides those that gRPC has buffered
+MAX_REPLIES = 1024  # with more unwritten replies no more commands are read
 _TOKEN_BYTES, _LOGPROB_BYTES, _ROW_BYTES, _KEY_BYTES = 5, 16, 24, 96
 _HASHES_PER_MESSAGE = MAX_MESSAGE_BYTES // (HASH_BYTES + 2)
 
 
 class Row:
-    """Consecutive tokens of one choice that wait to be written."""
+    """Consecutive tokens of one choice, not yet written."""
 
     __slots__ = ("first_index", "token_ids", "logprobs", "finish_reason")
 
@@ -41,19 +41,20 @@ class Row:
 
 
 class Outbox:
-    """Belongs to the event loop. `write` sends one event and waits while the transport is full."""
+    """Collect and write the events of one session. Used in the event loop only."""
 
     def __init__(
         self, write: Callable[[pb.Event], Awaitable[None]], on_read: Callable[[Key], None] = lambda key: None,
         max_unread_tokens: int = MAX_UNREAD_TOKENS, before_endings: Callable[[], None] = lambda: None,
     ):  # fmt: skip
-        """`on_read(key)`: what was too much of a key is written, after `add_run` has said that there is no room.
-        `before_endings()` may add block events, and is called before each Ended is written."""
+        """Write by `write`, which sends one event and waits while the transport is full. `on_read(key)` is called when
+        the tokens are written for which `add_run` returned False. `before_endings()` is called before each Ended is
+        written, and may add block events."""
         self._write = write
         self._on_read = on_read
         self._before_endings = before_endings
-        self._overfull: set[Key] = set()  # with too much in `_rows`
-        self._relieved: set[Key] = set()  # whose rows the round that runs has taken
+        self._overfull: set[Key] = set()  # keys with too many tokens in `_rows`
+        self._relieved: set[Key] = set()  # keys of `_overfull` whose rows are being written now
         self._max_unread_tokens = max_unread_tokens
         self._replies: list[pb.Event] = []
         self._rows: dict[tuple[Key, int], Row] = {}
@@ -78,12 +79,12 @@ class Outbox:
         self._wake.set()
 
     def end(self, event: pb.Event) -> None:
-        """Write an Ended after all rows that came before it."""
+        """Write an Ended after all tokens that were added before it."""
         self._endings.append(event)
         self._wake.set()
 
     def add_run(self, run: TokenRun) -> bool:
-        """Add tokens. Return False when the sequence has more unread tokens than it may."""
+        """Add tokens. Return False if the sequence now has too many unread tokens."""
         row = self._rows.get((run.key, run.choice))
         if row is None:
             row = self._rows[run.key, run.choice] = Row(run.first_index)
@@ -97,7 +98,7 @@ class Outbox:
         return False
 
     def forget(self, key: Key) -> None:
-        """Drop the unwritten tokens of a key: they go to another session."""
+        """Drop the unwritten tokens of a key, because another session gets them."""
         self._rows = {named: row for named, row in self._rows.items() if named[0] != key}
         self._overfull.discard(key)
         self._relieved.discard(key)
@@ -112,13 +113,13 @@ class Outbox:
 
     @property
     def clock(self) -> Offset | None:
-        """Seconds by which this process's clock is ahead of the gateway's, as the gateway has measured it; None:
+        """Return by how much this process's clock is ahead of the gateway's, as the gateway has measured it; None if
         unknown."""
         beat = self._beat
         return Offset(beat.offset_ns / 1e9, beat.error_ns / 1e9) if beat.HasField("offset_ns") else None
 
     def subscribe(self, epoch: int, snapshot: list[bytes]) -> None:
-        """Write index events from here on, the snapshot first."""
+        """Write index events from now on, the snapshot first."""
         self._index = IndexFeed(epoch, snapshot)
         self._soon()
 
@@ -129,7 +130,7 @@ class Outbox:
             self._soon()
 
     def close(self) -> None:
-        """Write nothing any more; the writer returns."""
+        """Stop writing; the writer returns."""
         self._is_closed = True
         self._replies, self._rows, self._endings, self._load, self._index = [], {}, [], None, None
         if self._timer is not None:
@@ -138,22 +139,22 @@ class Outbox:
         self._wake.set()
 
     async def room(self) -> None:
-        """Wait while too many replies are unread: a gateway that does not read is not obeyed."""
+        """Wait while too many replies are unread. A gateway that does not read gets no more commands executed."""
         await self._room.wait()
 
     @property
     def num_rows(self) -> int:
-        """Choices whose tokens wait to be written."""
+        """Return the number of choices with unwritten tokens."""
         return len(self._rows)
 
     @property
     def num_unwritten(self) -> int:
-        """Replies, rows and endings."""
+        """Return the number of unwritten replies, rows and endings."""
         return len(self._replies) + self.num_rows + len(self._endings)
 
     @property
     def is_empty(self) -> bool:
-        """All of them are written."""
+        """Return whether everything is written."""
         return not (self._is_writing or self.num_unwritten)
 
     # ---- out ----
@@ -181,8 +182,8 @@ class Outbox:
         self._wake.set()
 
     def _take(self) -> Iterator[pb.Event]:
-        """Yield everything that may go out now. What comes in meanwhile is the next round's, but never a reply: rows of
-        its key may be here already."""
+        """Yield everything that may be written now. Replies that are added meanwhile are yielded before rows, since
+        rows of their keys may exist already; everything else waits for the next call."""
         while self._replies:
             replies, self._replies = self._replies, []
             self._room.set()
@@ -198,7 +199,7 @@ class Outbox:
             if endings:
                 failpoints.hit("session.ended")
                 self._before_endings()
-            if self._index is not None:  # before an Ended: who then asks again finds what was just read
+            if self._index is not None:  # before an Ended, so that the next request finds this prompt in the index
                 yield from self._index.take()
             yield from endings
             if load is not None:
@@ -207,7 +208,8 @@ class Outbox:
             self._soon()
 
     def _stamped(self, load: pb.Load) -> pb.Event:
-        """Add the stamps by which the gateway compares clocks. The load itself is for all sessions."""
+        """Return an event with the load and the times by which the gateway compares clocks. The load itself is shared
+        by all sessions."""
         event, at = pb.Event(load=load), time.monotonic()
         event.load.wall_time_ns = CLOCK.wall_ns(at)
         if self._beat.sent_ns:
@@ -266,7 +268,8 @@ class _Columns:
 
 
 class IndexFeed:
-    """Index events of one subscription, numbered from its snapshot on; unwritten ones are merged, net."""
+    """Number the index events of one subscription, from its snapshot on. Unwritten events are merged into their net
+    effect."""
 
     def __init__(self, epoch: int, snapshot: list[bytes]):
         self._epoch = epoch
@@ -280,7 +283,7 @@ class IndexFeed:
             if self._evicted.pop(span, False) is False:
                 self._sealed[span] = None
         for span in evicted:
-            # A snapshot replaces everything, so what it does not name needs no eviction.
+            # A snapshot replaces the whole index, so spans that it does not name need no eviction.
             if self._sealed.pop(span, False) is False and not self._is_snapshot:
                 self._evicted[span] = None
 

@@ -1,4 +1,4 @@
-"""Carry outputs from the engine's thread to the event loop: tokens together, everything else at once."""
+"""Carry outputs from the engine's thread to the event loop: tokens in batches, everything else without delay."""
 
 import asyncio
 import threading
@@ -6,22 +6,22 @@ from collections.abc import Callable, Sequence
 
 from baton.engine.core.request import Output, TokenRun
 
-# A small model decodes a step in 0.4 ms; waking the event loop for each took twice that, under the interpreter's lock.
+# A small model decodes a step in 0.4 ms. Waking the event loop for each step took twice that, holding Python's lock.
 GAP_S = 0.002
 
 
 class ThreadBridge:
-    """`put` is called on the engine's thread, `deliver` on the event loop, in the order of `put`."""
+    """Pass outputs from `put`, called on the engine's thread, to `deliver`, called on the event loop, in order."""
 
     def __init__(self, event_loop: asyncio.AbstractEventLoop, deliver: Callable[[Sequence[Output]], None]):
         self._event_loop, self._deliver = event_loop, deliver
         self._lock = threading.Lock()
         self._outputs: list[Output] = []
-        self._is_idle = True  # no timer runs that would look for outputs
+        self._is_idle = True  # whether no timer runs that would deliver the next outputs
         self._timer: asyncio.TimerHandle | None = None
 
     def put(self, outputs: Sequence[Output]) -> None:
-        """Deliver outputs; tokens wait GAP_S at most behind the last delivery."""
+        """Deliver outputs; tokens are delivered GAP_S after the last delivery at the latest."""
         is_urgent = not all(isinstance(output, TokenRun) for output in outputs)
         with self._lock:
             self._outputs += outputs
