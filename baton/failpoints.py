@@ -1,14 +1,14 @@
-"""Named places where a test may hurt this process: nothing at all unless BATON_FAILPOINTS is set when it starts.
+"""Let tests make this process fail at named places. Nothing happens unless BATON_FAILPOINTS is set at its start.
 
     BATON_FAILPOINTS="engine.step=sleep:0.02, prefill.done=kill@3"
     BATON_FAILPOINTS=@/path/of/a/file          the same text, read again whenever the file changes
 
-NAME[VALUE]=ACTION[:SECONDS][@N][/PATH]. `[VALUE]`, written so: only where that number is among what is passed there.
-With @N only the Nth time that the place is passed (counted since the text was read). With /PATH only for the process
-that removes that file: of several one, once. Actions: sleep (blocks the thread that passes, or the task where
-`hit_in_task` is passed), kill (SIGKILL), freeze (SIGSTOP), fail (raises FailpointError), wedge (the thread never comes
-back), skew (a clock that is read there is that many seconds off). The names are those in POINTS; any other is refused
-at start. What happens once is printed to stderr.
+The syntax is NAME[VALUE]=ACTION[:SECONDS][@N][/PATH]. With `[VALUE]` in brackets: only if the place passes that number.
+With @N: only the Nth time that the place is reached since the text was read. With /PATH: only in the process that
+removes that file, so once in one of several processes. Actions: sleep (blocks the thread, or with `hit_in_task` the
+task), kill (SIGKILL), freeze (SIGSTOP), fail (raises FailpointError), wedge (the thread never returns), skew (a clock
+that is read there is off by so many seconds). A name that is not in POINTS is refused at start. All actions but sleep
+and skew are printed to stderr.
 """
 
 import asyncio
@@ -33,7 +33,7 @@ POINTS = {
     "lease.clock": "where a source reads the clock of its leases",
     "decode.start": "the first tokens have come, and nothing of them is decoded yet",
     "decode.tokens": "before tokens of a running sequence are sent",
-    "rank.load": "before a rank that is no first one reads its part of the model",
+    "rank.load": "before a rank other than the first reads its part of the model",
     "rank.ready": "a rank has its part, and has not said so yet",
     "session.ended": "the last tokens are written, that they were the last is not",
 }
@@ -42,7 +42,7 @@ _TIMED = ("sleep", "skew")
 
 
 class FailpointError(RuntimeError):
-    """Raised by the action `fail`."""
+    """The action `fail` was reached."""
 
 
 @dataclass(frozen=True)
@@ -52,10 +52,10 @@ class _Armed:
     action: str
     seconds: float
     only: int  # 0: every time
-    token: str | None  # a file; the process that removes it may act
+    token: str | None  # a file; only the process that removes it acts
 
     def __call__(self) -> float:
-        """Seconds that a clock is off."""
+        """Do the action; return by how many seconds a clock is off."""
         if self.action == "skew":
             return self.seconds
         if self.action == "sleep":
@@ -86,7 +86,7 @@ _ACTIONS = ("sleep", "kill", "freeze", "fail", "wedge", "skew")
 
 
 def parse(text: str) -> dict[str, _Armed]:
-    """Raises ValueError that names the part it cannot read."""
+    """Return the failpoints of `text` by name. Raises ValueError, which names the part that it cannot read."""
     armed = {}
     for part in filter(None, (part.strip() for part in text.replace("\n", ",").split(","))):
         found = _TEXT.fullmatch(part)
@@ -115,7 +115,7 @@ class _Board:
         return armed() if armed is not None else 0.0
 
     def due(self, name: str, values: Collection[int] = ()) -> _Armed | None:
-        """Count that the place is passed, and return what is to be done there."""
+        """Count that the place is reached; return the action that is due there."""
         with self._lock:
             if self._path is not None:
                 self._read_again(self._path)
@@ -133,7 +133,8 @@ class _Board:
             return not self._armed.keys().isdisjoint(names)
 
     def _read_again(self, path: Path) -> None:
-        """A file that is replaced within one tick of the clock is another file still."""
+        """Read the file if it has changed. Its inode is compared too, since a file may be replaced within one tick of
+        the clock."""
         try:
             found = path.stat()
             stamp = (found.st_mtime_ns, found.st_ino)
@@ -158,7 +159,7 @@ hit = _make(os.environ.get(VARIABLE, ""))
 
 
 async def hit_in_task(name: str) -> None:
-    """`hit(name)` where a sleep is to hold up a task, and not the event loop."""
+    """Do what `hit(name)` does, but let a sleep hold up this task only, not the event loop."""
     armed = None if hit is _nothing else hit.__self__.due(name)  # pyright: ignore[reportFunctionMemberAccess]
     if armed is not None and armed.action == "sleep":
         await asyncio.sleep(armed.seconds)
@@ -167,5 +168,6 @@ async def hit_in_task(name: str) -> None:
 
 
 def is_armed(*names: str) -> bool:
-    """Return whether any of these places does something now: who would pass it less often than a test expects asks."""
+    """Return whether any of these places is armed, for code that would otherwise skip it more often than a test
+    expects."""
     return hit is not _nothing and hit.__self__.is_armed(names)  # pyright: ignore[reportFunctionMemberAccess]

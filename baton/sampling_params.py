@@ -1,32 +1,33 @@
-"""Every sampling parameter, once: its type, its default, and which values mean something, in a request as in a model's
-generation_config.json. The protos name it too, and what draws by it (baton/engine/sampling/). Plain Python."""
+"""Declare every sampling parameter once: its type, its default, and its valid values, for requests and for a model's
+generation_config.json. The protos name them too, and so do the samplers (baton/engine/sampling/). Plain Python."""
 
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import NamedTuple, cast
 
-# Beyond these a logit in fp32 becomes infinite somewhere on its way, and what is drawn from it means nothing.
+# Beyond these bounds a logit in fp32 overflows at some point, and drawn tokens are meaningless.
 _MIN_SCALE, _MAX_SCALE = 1e-3, 100.0
 _MAX_SHIFT = 1000.0  # penalties and biases that are added to a logit
 
 
 class SamplingRange(NamedTuple):
-    """The values that a parameter may have: `rule` ends a sentence that begins with its name."""
+    """The values that a parameter may have; `rule` ends a sentence that begins with the parameter's name."""
 
     holds: Callable[[float], bool]
     rule: str
 
     def problem(self, value: float) -> str | None:
-        """Return what is wrong with `value`, for a sentence that begins with its name, or None."""
+        """Return what is wrong with `value`, for a sentence that begins with the parameter's name, or None."""
         if not -math.inf < value < math.inf:
             return "must be a finite number"
         return None if self.holds(value) else self.rule
 
 
 class SamplingParam(NamedTuple):
-    """`default` is without effect. A model's generation_config.json may name another one if `in_model`. Traces have it
-    as `gen_ai.request.NAME` if `in_traces`: those that OpenTelemetry's conventions know."""
+    """Describe a parameter. `default` has no effect on sampling. If `in_model`, a model's generation_config.json may
+    name another default. If `in_traces`, traces have it as `gen_ai.request.NAME`, which OpenTelemetry's conventions
+    define."""
 
     default: float
     range: SamplingRange
@@ -48,8 +49,8 @@ def _is_shift(value: float) -> bool:
 
 
 def settle_temperature(value: float) -> float:
-    """Return the temperature to draw with: one above 0 that is below the least is 0, as programs mean it that send 1e-8
-    where another server wants more than 0."""
+    """Return the temperature to draw with. One between 0 and the least valid value counts as 0: programs send 1e-8
+    where other servers require more than 0."""
     return 0.0 if 0 < value < _MIN_SCALE else value
 
 
@@ -58,8 +59,8 @@ SHIFT = SamplingRange(_is_shift, f"must be {-_MAX_SHIFT:g} to {_MAX_SHIFT:g}")
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """Parameters by which the tokens of one request are drawn. Every default is resolved; temperature 0 is greedy.
-    Raises ValueError for a number beyond its range."""
+    """Parameters by which the tokens of one request are drawn. All defaults are resolved; temperature 0 is greedy.
+    Raises ValueError for a number outside its range."""
 
     temperature: float = field(
         default=0.0, metadata=_within(lambda v: v == 0 or _MIN_SCALE <= v <= _MAX_SCALE, f"must be 0, or {_SCALE}")
@@ -76,8 +77,8 @@ class SamplingParams:
     frequency_penalty: float = field(default=0.0, metadata=_within(*SHIFT, in_model=False))
     logit_bias: tuple[tuple[int, float], ...] = ()
     n: int = 1  # choices
-    logprobs: int | None = None  # chosen and that many best; None: not asked for
-    prompt_logprobs: int | None = None  # the same of each token of the prompt but the first
+    logprobs: int | None = None  # of the drawn token and so many best ones; None: of none
+    prompt_logprobs: int | None = None  # the same for each token of the prompt but the first
 
     def __post_init__(self):
         for name, param in SAMPLING_PARAMS.items():
@@ -90,16 +91,16 @@ class SamplingParams:
 
     @property
     def has_filters(self) -> bool:
-        """Return whether tokens are taken out before one is drawn."""
+        """Return whether tokens are filtered out before one is drawn."""
         return self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0
 
     @property
     def has_penalties(self) -> bool:
-        """Return whether the tokens so far change what is drawn next."""
+        """Return whether the tokens so far change the logits of the next."""
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
 
-# By name, those that are numbers with a range; any other takes every value of its type.
+# The numbers with a range, by name; the other parameters accept every value of their types.
 SAMPLING_PARAMS = {
     each.name: SamplingParam(cast(float, each.default), **each.metadata)
     for each in fields(SamplingParams)

@@ -1,9 +1,8 @@
-"""What Linux has and other systems have otherwise: memory that processes share, the user behind a socket, cores, sizes,
-the boot, and a child's end with its parent's.
+"""Provide what Linux has and other systems do differently: memory that processes share, the user of a socket's other
+end, cores, sizes, the boot id, and the end of a child with its parent.
 
-Everything that stands here has an alternative of POSIX or of macOS. No other system than Linux was ever tried; tests
-choose the alternatives on Linux, as far as it has them.
-"""
+Everything here has an alternative of POSIX or macOS. Only Linux was ever tried; tests choose the alternatives on Linux,
+as far as it has them."""
 
 import _posixshmem  # pyright: ignore[reportMissingImports]
 import ctypes
@@ -27,9 +26,9 @@ PAGE = mmap.PAGESIZE
 _MADV_DONTNEED, _MADV_REMOVE = 4, 9
 _CGROUPS, _OWN_CGROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
-# Becomes the program at the end of its arguments. On Linux the kernel is asked to kill it with its parent; elsewhere
-# nobody is there to ask, and a worker whose parent was killed has to be ended by hand. Not a preexec_fn: that runs
-# between fork and exec, where children of a process with gRPC's threads were seen to die of SIGSEGV and SIGABRT.
+# Executes the program that its arguments name. On Linux it asks the kernel to kill that program with its parent; other
+# systems cannot, so there a worker whose parent was killed has to be ended by hand. Not a preexec_fn: that runs between
+# fork and exec, where children of a process with gRPC's threads were seen to die of SIGSEGV and SIGABRT.
 RUN_WITH_PARENT = """
 import ctypes, os, signal, sys
 parent, *argv = sys.argv[1:]
@@ -45,28 +44,28 @@ except OSError as error:
 
 
 def with_home(path: str) -> Path:
-    """Expand `~` as the first part of a path. A user without a home has it where Debian says that there is none; the
-    name of a user who is not known stays, as in shells."""
+    """Expand `~` as the first part of a path. For a user without a home directory it becomes /nonexistent, as in
+    Debian; `~NAME` of an unknown user stays, as in shells."""
     expanded = Path(os.path.expanduser(path))
     return Path("/nonexistent", *expanded.parts[1:]) if expanded.parts[:1] == ("~",) else expanded
 
 
 def cores() -> list[int]:
-    """Those that this process may use, in order."""
+    """Return the cores that this process may use, in order."""
     return sorted(os.sched_getaffinity(0)) if LINUX else list(range(os.cpu_count() or 1))
 
 
 class CpuQuota(NamedTuple):
-    """What a group of processes may compute at once, in whole cores, and a number that no other group of this host
-    has."""
+    """The number of whole cores that a group of processes may use, and an id of the group that is unique on this
+    host."""
 
     cores: int
     group: int
 
 
 def cpu_quota() -> CpuQuota | None:
-    """Return the least that a container, a service or what is around it may use of the cores; None where nothing bounds
-    them."""
+    """Return the smallest quota of cores among this process's group and the groups around it; None if there is no
+    quota."""
     found = None
     for folder in _cgroups("cpu"):
         try:
@@ -75,7 +74,7 @@ def cpu_quota() -> CpuQuota | None:
             else:
                 quota, period = ((folder / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period"))
             cores = -(-int(quota) // int(period))
-        except (OSError, ValueError):  # the root has none, or "max"
+        except (OSError, ValueError):  # the root group has no such file; or it says "max"
             continue
         if cores > 0 and (found is None or cores <= found.cores):
             found = CpuQuota(cores, folder.stat().st_ino)
@@ -83,8 +82,8 @@ def cpu_quota() -> CpuQuota | None:
 
 
 def throttled_periods() -> tuple[int, int]:
-    """Return in how many periods the group that has the quota was stopped, as it had used it up, and of how many in
-    which it computed; zeros where there is none."""
+    """Return (periods in which the group with the quota was throttled, periods in which it computed); zeros without a
+    quota."""
     group = quota.group if (quota := cpu_quota()) is not None else None
     for folder in _cgroups("cpu"):
         if folder.exists() and folder.stat().st_ino == group:
@@ -94,13 +93,13 @@ def throttled_periods() -> tuple[int, int]:
 
 
 def num_cores() -> int:
-    """Return how many threads of this process can run at once."""
+    """Return how many threads of this process can run at the same time."""
     quota = cpu_quota()
     return len(cores()) if quota is None else min(len(cores()), quota.cores)
 
 
 def numa_nodes(pid: int) -> list[int]:
-    """Return the memory nodes whose cores a process may use, in order; empty elsewhere, and where the kernel has no
+    """Return the NUMA nodes whose cores a process may use, in order; none on other systems and on kernels without
     nodes."""
     allowed = os.sched_getaffinity(pid) if LINUX else set()
     found = []
@@ -113,8 +112,8 @@ def numa_nodes(pid: int) -> list[int]:
 
 
 def shared_memory(num_bytes: int) -> tuple[int, int]:
-    """An anonymous file of zeros whose size can never change: a descriptor to write by, and one to hand out that only
-    reads. Raises OSError."""
+    """Create an anonymous file of zeros whose size can never change; return a descriptor that can write, and one for
+    other processes that can only read. Raises OSError."""
     if not LINUX:
         return _posix_memory(num_bytes)
     fd = os.memfd_create("baton-kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -128,8 +127,8 @@ def shared_memory(num_bytes: int) -> tuple[int, int]:
 
 
 def reserve(fd: int, num_bytes: int) -> None:
-    """Give a file at least this size, and on Linux its bytes room in the file system: a store into a mapping is SIGBUS
-    where there is a hole and no room. Raises OSError."""
+    """Give a file at least this size, and on Linux allocate its space: storing to a mapping of a hole raises SIGBUS if
+    the file system is full. Raises OSError."""
     if LINUX:
         os.posix_fallocate(fd, 0, num_bytes)
     elif os.fstat(fd).st_size < num_bytes:
@@ -137,26 +136,26 @@ def reserve(fd: int, num_bytes: int) -> None:
 
 
 def give_back_pages(address: int, num_bytes: int) -> None:
-    """Give the whole pages within these bytes of this process's memory back; they come again as zeros when they are
-    touched, and so they do in other mappings of a file. Linux only."""
+    """Free the whole pages within these bytes of this process's memory. They read as zeros afterwards, also in other
+    mappings of the file. Linux only."""
     first = -(-address // PAGE) * PAGE
     length = (address + num_bytes) // PAGE * PAGE - first
     if length > 0:
         madvise, where = ctypes.CDLL(None).madvise, (ctypes.c_void_p(first), ctypes.c_size_t(length))
-        if madvise(*where, _MADV_REMOVE):  # memory of this process alone has no file to take them from
+        if madvise(*where, _MADV_REMOVE):  # fails for memory that has no file
             madvise(*where, _MADV_DONTNEED)
 
 
 def trim_heap() -> None:
-    """Return to the system what malloc holds and nobody uses, where it is glibc's."""
+    """Return memory that malloc holds unused to the system, if malloc is glibc's."""
     libc = ctypes.CDLL(None)
     if hasattr(libc, "malloc_trim"):
         libc.malloc_trim(0)
 
 
 class _MallInfo(ctypes.Structure):
-    """struct mallinfo2 of glibc; `hblkhd`: in blocks that are mapped, `uordblks`: in the heaps, `fordblks`: free
-    there."""
+    """struct mallinfo2 of glibc. `hblkhd`: bytes in mapped blocks, `uordblks`: used in heaps, `fordblks`: free in
+    heaps."""
 
     _fields_ = [
         (name, ctypes.c_size_t)
@@ -168,7 +167,7 @@ class _MallInfo(ctypes.Structure):
 
 @cache
 def _mallinfo():
-    """None where the C library has none (before glibc 2.33, musl)."""
+    """Return mallinfo2, or None if the C library lacks it (glibc before 2.33, musl)."""
     function = getattr(ctypes.CDLL(None), "mallinfo2", None)
     if function is not None:
         function.argtypes, function.restype = (), _MallInfo
@@ -176,8 +175,8 @@ def _mallinfo():
 
 
 def heap_bytes() -> dict[str, int]:
-    """Return the bytes that malloc has `used` and those that it holds `free`; empty where it does not tell. It counts
-    its free pieces: 17 ms with 100,000 of them."""
+    """Return the bytes that malloc has `used` and holds `free`; empty if it does not tell. This takes 17 ms with
+    100,000 free pieces, which it counts."""
     if (function := _mallinfo()) is None:
         return {}
     info = function()
@@ -185,13 +184,13 @@ def heap_bytes() -> dict[str, int]:
 
 
 def keeps_its_size(fd: int) -> bool:
-    """Whether a file that another process sent cannot shrink, so that a reader of its mapping never meets SIGBUS.
-    Elsewhere it cannot be asked: macOS lets the size of shared memory be set once."""
+    """Return whether a file from another process cannot shrink, so that a reader of its mapping never gets SIGBUS. On
+    other systems return True: there it cannot be asked, and macOS lets the size of shared memory be set only once."""
     if not LINUX:
         return True
     try:
         return bool(fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK)
-    except OSError:  # not even such a file
+    except OSError:  # the file has no seals
         return False
 
 
@@ -206,8 +205,8 @@ def open_own(path: Path) -> int:
 
 
 def lock_byte(fd: int, at: int) -> bool:
-    """Lock a byte of a file until this descriptor of it is closed; return whether nobody else has. Elsewhere than on
-    Linux the lock is the process's, and ends with any descriptor of the file."""
+    """Lock a byte of a file until this descriptor is closed; return False if another process holds it. On other systems
+    than Linux the lock belongs to the process, and ends when any descriptor of the file is closed."""
     try:
         if LINUX:
             fcntl.fcntl(fd, fcntl.F_OFD_SETLK, struct.pack("hhqqi", fcntl.F_WRLCK, os.SEEK_SET, at, 1, 0))
@@ -219,7 +218,7 @@ def lock_byte(fd: int, at: int) -> bool:
 
 
 def unlock_byte(fd: int, at: int) -> None:
-    """Give back a byte that was locked by `lock_byte`."""
+    """Unlock a byte that `lock_byte` has locked."""
     if LINUX:
         fcntl.fcntl(fd, fcntl.F_OFD_SETLK, struct.pack("hhqqi", fcntl.F_UNLCK, os.SEEK_SET, at, 1, 0))
     else:
@@ -227,7 +226,7 @@ def unlock_byte(fd: int, at: int) -> None:
 
 
 def is_byte_locked(fd: int, at: int) -> bool:
-    """Return whether somebody else has a byte that `lock_byte` locks; who asks so at once hinders nobody."""
+    """Return whether another process holds a byte that `lock_byte` locks; on Linux without locking it for a moment."""
     if LINUX:
         asked = struct.pack("hhqqi", fcntl.F_WRLCK, os.SEEK_SET, at, 1, 0)
         return struct.unpack("hhqqi", fcntl.fcntl(fd, fcntl.F_OFD_GETLK, asked))[0] != fcntl.F_UNLCK
@@ -237,7 +236,7 @@ def is_byte_locked(fd: int, at: int) -> bool:
 
 
 def user_behind(sock: socket.socket) -> int:
-    """The user id of the process at the other end of a unix socket. Raises OSError."""
+    """Return the user id of the process at the other end of a unix socket. Raises OSError."""
     if LINUX:
         return struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))[1]
     # LOCAL_PEERCRED of SOL_LOCAL: struct xucred begins with its version and the user id.
@@ -245,8 +244,8 @@ def user_behind(sock: socket.socket) -> int:
 
 
 def num_unacknowledged(sock: socket.socket) -> int:
-    """Return how many bytes written to a TCP connection the other side has yet to acknowledge (tcp(7), SIOCOUTQ); 0
-    where that is not told, or it is closed."""
+    """Return how many bytes written to a TCP connection the other side has not acknowledged (tcp(7), SIOCOUTQ); 0 if
+    that is unknown or the connection is closed."""
     num = bytearray(4)
     try:
         fcntl.ioctl(sock.fileno(), termios.TIOCOUTQ, num)
@@ -256,23 +255,22 @@ def num_unacknowledged(sock: socket.socket) -> int:
 
 
 def run_and_wait_ns(thread_id: int | None = None, pid: int | None = None) -> dict[int, tuple[int, int]]:
-    """Nanoseconds for which each thread of a process (this one if not given), or one, has run, and has waited for a
-    core, by its id. Empty elsewhere, and where the kernel does not count them."""
+    """Return for each thread id (all threads of a process, by default this one, or one thread) the nanoseconds for
+    which it has run and has waited for a core. Empty on other systems, and if the kernel does not count them."""
     found = glob.glob(f"/proc/{pid or 'self'}/task/{thread_id or '*'}/schedstat") if LINUX else []
     rows = {path: _text_of(path).split() for path in found}
     return {int(path.split("/")[4]): (int(row[0]), int(row[1])) for path, row in rows.items() if row}
 
 
 def memory_bytes() -> int:
-    """The address space of this process; elsewhere the most that it has held. Raises OSError."""
+    """Return the size of this process's address space; on other systems its peak resident size. Raises OSError."""
     if LINUX:
         return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
 def memory_limit() -> int:
-    """Return the bytes that this process may have: the machine's memory, or its container's limit where that is
-    less."""
+    """Return the bytes of memory that this process may use: the machine's, or its container's limit if that is less."""
     sizes = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
     for folder in _cgroups("memory"):
         for name in ("memory.max", "memory.limit_in_bytes"):
@@ -284,41 +282,40 @@ def memory_limit() -> int:
 
 
 class GroupEvents(NamedTuple):
-    """How often a limit of a group of processes has told: the kernel killed one for want of memory, and refused a
-    thread or another process."""
+    """How often a limit of a group of processes took effect: the kernel killed a process for lack of memory, or refused
+    a new thread or process."""
 
     num_killed: int
     num_refused: int
 
 
 def group_events() -> GroupEvents:
-    """Return what has happened so far in the group that this process is in; zeros where nobody counts. Children are in
-    it too."""
+    """Return the events so far in this process's group, which includes its children; zeros if they are not counted."""
     killed = _count_of("oom_kill", "memory", "memory.events", "memory.oom_control")
     return GroupEvents(killed, _count_of("max", "pids", "pids.events"))
 
 
 def name_thread(name: str) -> None:
-    """Give this thread, and those that it starts, a name of at most 15 characters in what lists threads."""
+    """Name this thread, and threads that it starts, for tools that list threads; at most 15 characters."""
     if LINUX:
         ctypes.CDLL(None).prctl(15, name.encode(), 0, 0, 0)  # PR_SET_NAME
 
 
 def thread_times(pid: int) -> dict[str, float]:
-    """Return the seconds of CPU that the threads of a process have had, by name, those of one name together; elsewhere
-    nothing. Of threads that are gone it does not know. Raises OSError."""
+    """Return the seconds of CPU time of a process's living threads, by name, summed over threads of one name; nothing
+    on other systems. Raises OSError."""
     seconds: dict[str, float] = {}
     for task in Path(f"/proc/{pid}/task").iterdir() if LINUX else ():
         try:
             name, times = (task / "comm").read_text().strip(), (task / "schedstat").read_text()
-        except (FileNotFoundError, ProcessLookupError):  # it has ended meanwhile
+        except (FileNotFoundError, ProcessLookupError):  # the thread has ended meanwhile
             continue
         seconds[name] = seconds.get(name, 0.0) + int(times.split()[0]) / 1e9
     return seconds
 
 
 def boot_id() -> str:
-    """Equal for two processes exactly when one kernel runs them. Raises OSError."""
+    """Return an id that is equal for two processes exactly when one kernel runs them. Raises OSError."""
     if LINUX:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     size, value = ctypes.c_size_t(37), ctypes.create_string_buffer(37)
@@ -328,8 +325,8 @@ def boot_id() -> str:
 
 
 def _cgroups(controller: str) -> list[Path]:
-    """Return the folders of the groups that this process is in, each behind those within it, as far as they are mounted
-    here: of version 2, and of version 1 for this controller. In a container its own group is where they are mounted."""
+    """Return the folders of this process's groups, the innermost first, as far as they are mounted: of cgroups version
+    2, and of version 1 for this controller. In a container, its own group is at the mount point."""
     folders = []
     for line in _text_of(str(_OWN_CGROUPS)).splitlines():
         _, names, path = line.split(":", 2)
@@ -341,13 +338,13 @@ def _cgroups(controller: str) -> list[Path]:
 
 
 def _count_of(event: str, controller: str, *names: str) -> int:
-    """Read a count from the first of these files that is there, of the innermost group that has one."""
+    """Return a count from the first of these files that exists, beginning with the innermost group."""
     found = (_counts(folder / name) for folder in _cgroups(controller) for name in names)
     return next(filter(None, found), {}).get(event, 0)
 
 
 def _counts(path: Path) -> dict[str, int]:
-    """Read a file that names a count on each line; other lines are passed over."""
+    """Return the counts in a file with a name and a count on each line; skip other lines."""
     lines = map(str.split, _text_of(str(path)).splitlines())
     return {line[0]: int(line[1]) for line in lines if len(line) == 2 and line[1].isdigit()}
 
@@ -355,7 +352,7 @@ def _counts(path: Path) -> dict[str, int]:
 def _text_of(path: str) -> str:
     try:
         return Path(path).read_text()
-    except OSError:  # there is none, or its thread has ended
+    except OSError:  # there is no such file, or its thread has ended
         return ""
 
 

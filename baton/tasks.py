@@ -1,5 +1,5 @@
-"""Tasks that run for as long as their process does: one that fails says so and begins again. What is awaited to its end
-though its caller is cancelled, and what gRPC leaves to its callers to cancel."""
+"""Run tasks for as long as the process runs: a task that fails is logged and started again. Await what must end
+although its caller is cancelled, and cancel gRPC's streams."""
 
 import asyncio
 import logging
@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any, NoReturn, TypeVar
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 30.0
-SETTLED_S = 60.0  # work that has run for this long begins again after the first pause
+SETTLED_S = 60.0  # after work has run for this long, the next pause is the first one again
 
 T = TypeVar("T")
 
@@ -21,8 +21,8 @@ async def supervise(
     fatal: tuple[type[Exception], ...] = (),
     on_failure: Callable[[Exception], None] = lambda error: None,
 ) -> NoReturn:
-    """Runs `work()` until cancelled. When it fails, or returns, `on_failure(error)` is called and it begins again after
-    a pause that doubles. Raises what is one of `fatal`."""
+    """Run `work()` until cancelled. When it fails or returns, call `on_failure(error)` and start it again after a pause
+    that doubles. Raises the errors in `fatal`."""
     loop, pause_s = asyncio.get_running_loop(), FIRST_PAUSE_S
     while True:
         began = loop.time()
@@ -32,7 +32,7 @@ async def supervise(
             raise RuntimeError("it came to an end")
         except fatal:
             raise
-        except asyncio.CancelledError as error:  # perhaps of something that it waited for
+        except asyncio.CancelledError as error:  # perhaps only something that it waited for was cancelled
             _leave_if_cancelled()
             failure: Exception = RuntimeError(f"what it waited for was cancelled: {error!r}")
         except Exception as error:
@@ -52,21 +52,21 @@ def start(
     fatal: tuple[type[Exception], ...] = (),
     on_failure: Callable[[Exception], None] = lambda error: None,
 ) -> asyncio.Task[NoReturn]:
-    """Return a supervised task of that name, in `group` if there is one; to be cancelled. `fatal` and `on_failure` as
-    of `supervise`."""
+    """Return a supervised task of that name, in `group` if given; the caller cancels it. `fatal` and `on_failure` are
+    those of `supervise`."""
     supervised = supervise(name, work, fatal=fatal, on_failure=on_failure)
     return (group or asyncio).create_task(supervised, name=name)
 
 
 def is_cancelled() -> bool:
-    """Return whether the running task was cancelled. What it awaits may swallow the CancelledError, as redis-py 8.1
-    does at times."""
+    """Return whether the running task was cancelled. Code that it awaits may swallow the CancelledError, as redis-py
+    8.1 does at times."""
     return (task := asyncio.current_task()) is not None and task.cancelling() > 0
 
 
 async def await_despite_cancel(future: asyncio.Future[T]) -> T:
-    """Return its result. A cancellation of the caller is raised only once `future` has ended, and not passed on to
-    it."""
+    """Return the future's result. If the caller is cancelled, raise that only when `future` has ended, and do not
+    cancel `future`."""
     try:
         return await asyncio.shield(future)
     except asyncio.CancelledError:
@@ -76,13 +76,14 @@ async def await_despite_cancel(future: asyncio.Future[T]) -> T:
             except asyncio.CancelledError:
                 continue
         if not future.cancelled():
-            future.exception()  # seen: the cancellation is what counts
+            future.exception()  # mark it as retrieved; the cancellation is what is raised
         raise
 
 
 def cancel_call(call: Any) -> None:
-    """Cancel a stream of grpc.aio, also one whose write has failed: gRPC takes that for ended and cancels it no more,
-    but its status never comes while messages are unread, and it stays for ever with all that it holds."""
+    """Cancel a stream of grpc.aio, even if a write to it has failed. gRPC counts that stream as ended and does not
+    cancel it, but its status never arrives while messages are unread, so it would stay for ever with all that it
+    holds."""
     if not call.cancel() and (core := getattr(call, "_cython_call", None)) is not None:
         core.cancel("its write had failed")
 
