@@ -5,7 +5,7 @@ import asyncio
 from collections.abc import Coroutine
 
 from kvtransfer.errors import PeerLost
-from kvtransfer.transports.transport import Line
+from kvtransfer.transports.transport import KVConnection
 
 WANT_S = 2.0  # from accepting a connection to its complete Want
 # Pending connections have no checked ticket yet. Takers come in bursts, each sends its Want a moment after connecting.
@@ -20,20 +20,20 @@ class Connections:
     """Run the dialogues of accepted connections. Called in the event loop only."""
 
     def __init__(self) -> None:
-        self._pending: dict[asyncio.Task, tuple[Line, float]] = {}  # with their times of arrival, oldest first
+        self._pending: dict[asyncio.Task, tuple[KVConnection, float]] = {}  # with their times of arrival, oldest first
         self._established: set[asyncio.Task] = set()
 
     def __len__(self) -> int:
         return len(self._pending) + len(self._established)
 
-    def open(self, line: Line, dialogue: Coroutine) -> None:
+    def open(self, connection: KVConnection, dialogue: Coroutine) -> None:
         """Run `dialogue`, which owns `connection`, in a task. While it is pending it may be cancelled to make room for
         newer ones."""
         now = asyncio.get_running_loop().time()
         while len(self._pending) >= MAX_PENDING or (len(self._pending) >= MAX_SILENT and self._is_silent(now)):
             self._evict()
         task = asyncio.create_task(dialogue)
-        self._pending[task] = line, now
+        self._pending[task] = connection, now
         task.add_done_callback(self._forget)
 
     def establish(self) -> None:

@@ -33,7 +33,7 @@ from kvtransfer.transfer.ticket import parse_ticket
 from kvtransfer.transports import inproc
 from kvtransfer.transports.endpoints import Dialer
 from kvtransfer.transports.grpc_stream import OPEN, Security
-from kvtransfer.transports.transport import Line, TransferRates, TransportChoice, allowed, choose
+from kvtransfer.transports.transport import KVConnection, TransferRates, TransportChoice, allowed, choose
 from kvtransfer.wire import Taker, decode_handle
 
 _PAUSES_S = (0.05, 0.2, 0.5)  # before each new connection to a source that was lost
@@ -213,31 +213,31 @@ class Fetcher:
     async def _pull_once(self, pull: Pull, choice: TransportChoice, want: kv_pb2.Want) -> tuple[str, str]:
         """Pull over one connection from Want to End; return the transport and why it was chosen. Raises PeerLost when
         the connection breaks."""
-        line, transport, reason = await self._connect(pull, choice)
+        connection, transport, reason = await self._connect(pull, choice)
         try:
-            await pull.run(line, transport, want)
+            await pull.run(connection, transport, want)
         except DigestMismatch as error:
             self._note_mismatch(choice, pull.source, transport, error)
             raise
         finally:
-            line.close()
+            connection.close()
         self._digest_mismatches.pop((pull.source, transport), None)
         self._rates.note(pull.source, transport, pull.num_bytes, pull.moving.seconds)
         rate = self._rates.gigabytes_per_s(pull.source, transport)
         return transport, f"{reason}; {rate:.1f} GB/s so far" if rate else reason
 
-    async def _connect(self, pull: Pull, choice: TransportChoice) -> tuple[Line, str, str]:
+    async def _connect(self, pull: Pull, choice: TransportChoice) -> tuple[KVConnection, str, str]:
         """Return a connection to the best endpoint that can be reached now, its transport, and why it was chosen.
         Raises PeerLost if none can be reached."""
         failures = []
         for endpoint in choice.endpoints:
             try:
-                line = await self._dialer.open(endpoint, pull.source_layout)
+                connection = await self._dialer.open(endpoint, pull.source_layout)
             except PeerLost as error:
                 failures.append(f"{endpoint.transport}: {error}")
                 continue
             reason = f"{endpoint.transport}, because {'; '.join(failures)}" if failures else choice.reason
-            return line, endpoint.transport, reason
+            return connection, endpoint.transport, reason
         raise PeerLost("; ".join(failures))
 
     def _want(self, ticket: bytes) -> kv_pb2.Want:

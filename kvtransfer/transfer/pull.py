@@ -24,7 +24,7 @@ from kvtransfer.transfer.dialogue import RENEW_S, Cursor, converse, end_frame, r
 from kvtransfer.transfer.extent import extent_of
 from kvtransfer.transfer.local_pool import LocalPool
 from kvtransfer.transfer.mirror_room import RoomUse, Side
-from kvtransfer.transports.transport import Busy, Line, run_blocking
+from kvtransfer.transports.transport import Busy, KVConnection, run_blocking
 from kvtransfer.wire import Range, box_to_proto, layout_to_proto, range_from_proto, range_to_proto
 
 _NUM_CHECKING = 2  # ranges checked at a time: one is copied while another is digested, so no thread waits for the loop
@@ -95,20 +95,20 @@ class Pull:
         self.verified_token = upto_token
         self.destination.verified(self._index, self.handle.num_tokens if self.extent.is_state else upto_token)
 
-    async def run(self, line: Line, transport: str, want: kv_pb2.Want) -> None:
+    async def run(self, connection: KVConnection, transport: str, want: kv_pb2.Want) -> None:
         """Pull over one connection until everything is verified. Raises PeerLost when the connection breaks, another
         KVError when the fetch has failed; after that no byte lands and `verified` is not called. The caller closes the
         connection."""
-        await TakerDialogue(self, line, transport).run(want)
+        await TakerDialogue(self, connection, transport).run(want)
 
 
 class TakerDialogue:
     """One share of one fetch over one connection, from Want to End: the counterpart of SourceDialogue."""
 
-    def __init__(self, pull: Pull, line: Line, transport: str):
+    def __init__(self, pull: Pull, connection: KVConnection, transport: str):
         """Prepare the dialogue. Raises ProtocolError if it cannot begin at the share's verified token."""
         self._pull = pull
-        self._line = line
+        self._connection = connection
         self._transport = transport
         self._sends = CAPABILITIES[transport].source_sends
         self._reads_runs = CAPABILITIES[transport].reads_runs
@@ -126,7 +126,7 @@ class TakerDialogue:
 
     async def run(self, want: kv_pb2.Want) -> None:
         """Pull as `Pull.run` describes; `want` has the ticket."""
-        pull, line = self._pull, self._line
+        pull, connection = self._pull, self._connection
         asked = kv_pb2.Want(
             token_begin=pull.verified_token, transport=self._transport, digest=pull.digest,
             part=box_to_proto(pull.share.box), share=pull.share.index, num_shares=pull.share.num_shares,
@@ -134,16 +134,16 @@ class TakerDialogue:
         )  # fmt: skip
         asked.MergeFrom(want)
         try:
-            await line.send(kv_pb2.KVFrame(want=asked))
+            await connection.send(kv_pb2.KVFrame(want=asked))
             if not self._confirmed.done:
                 checking = (self._check_all() for _ in range(_NUM_CHECKING))
                 await converse(self._listen(), *checking, self._renew())
-            await line.send(end_frame())
+            await connection.send(end_frame())
         except PeerLost:
             raise
         except KVError as error:
             with contextlib.suppress(KVError):  # the other side may be gone
-                await line.send(end_frame(error.status, str(error)))
+                await connection.send(end_frame(error.status, str(error)))
             raise
         finally:
             self._source_cells = None
@@ -152,7 +152,7 @@ class TakerDialogue:
     async def _listen(self) -> None:
         """Handle frames of the source until the last Confirm."""
         while not self._confirmed.done:
-            frame = await self._line.receive()
+            frame = await self._connection.receive()
             match frame.WhichOneof("kind"):
                 case "ready":
                     await self._ready(frame.ready)
@@ -185,7 +185,7 @@ class TakerDialogue:
         pull.num_bytes_early += num_bytes if ready.is_early else 0
         if self._sends:
             with pull.moving:
-                await self._line.receive_payload(self._cells.incoming(pull.ids, moved, pull.in_blocks))
+                await self._connection.receive_payload(self._cells.incoming(pull.ids, moved, pull.in_blocks))
         await self._landed.put((moved, digests))
 
     async def _check_all(self) -> None:
@@ -200,7 +200,7 @@ class TakerDialogue:
             source = None if self._sends or self._reads_runs else self._shared_cells()
             if self._reads_runs:
                 with pull.moving:
-                    await self._line.read(self._runs(moved))
+                    await self._connection.read(self._runs(moved))
             with pull.moving if source else contextlib.nullcontext():
                 work = math.inf if self._cells.memory.waits else num_bytes
                 await run_blocking(work, self._place_and_check, source, pull.ids, moved, digests)
@@ -209,7 +209,7 @@ class TakerDialogue:
             await before.wait()  # Acks are sent in the order of the ranges
             await pull.destination.caught_up()
             self._acked.append(moved)
-            await self._line.send(kv_pb2.KVFrame(ack=kv_pb2.Ack(range=range_to_proto(moved))))
+            await self._connection.send(kv_pb2.KVFrame(ack=kv_pb2.Ack(range=range_to_proto(moved))))
             mine.set()
 
     def _runs(self, moved: Range) -> np.ndarray:
@@ -223,7 +223,7 @@ class TakerDialogue:
     def _shared_cells(self) -> Cells:
         """Return the cells of the share in the source's memory, found once per connection. Raises ProtocolError."""
         if self._source_cells is None:
-            source = self._line.source_memory
+            source = self._connection.source_memory
             if source is None:
                 raise ProtocolError("Ready before the source has shared its memory")
             pull = self._pull
@@ -258,4 +258,4 @@ class TakerDialogue:
     async def _renew(self) -> None:
         while True:
             await asyncio.sleep(RENEW_S)
-            await self._line.send(renew_frame())
+            await self._connection.send(renew_frame())

@@ -21,7 +21,7 @@ from kvtransfer.transfer.local_pool import LocalPool
 from kvtransfer.transfer.source_dialogue import SourceContext, SourceDialogue
 from kvtransfer.transfer.ticket import TicketMint, parse_ticket
 from kvtransfer.transports.endpoints import Address, Listeners, Memories
-from kvtransfer.transports.transport import Line, allowed
+from kvtransfer.transports.transport import KVConnection, allowed
 from kvtransfer.wire import ID_BYTES, MAX_TOKENS, Taker, encode_handle
 
 
@@ -179,12 +179,12 @@ class Source:
         ending = [task for each in self._connections.values() for task in each.cancel()]
         await asyncio.gather(*ending, *([self._reaper] if self._reaper else []), return_exceptions=True)
 
-    async def serve(self, line: Line, transport: str) -> None:
+    async def serve(self, connection: KVConnection, transport: str) -> None:
         """Serve one dialogue on an accepted connection."""
-        await SourceDialogue(self._context, line, transport, self._connections[transport].establish).run()
+        await SourceDialogue(self._context, connection, transport, self._connections[transport].establish).run()
 
-    def _accept(self, line: Line, transport: str) -> None:
-        self._connections[transport].open(line, self.serve(line, transport))
+    def _accept(self, connection: KVConnection, transport: str) -> None:
+        self._connections[transport].open(connection, self.serve(connection, transport))
 
     def _check_taker(self, taker: Taker) -> None:
         relation(

@@ -27,7 +27,7 @@ from kvtransfer.transfer.leases import Fetch, Lease, LeaseTable
 from kvtransfer.transfer.local_pool import LocalPool
 from kvtransfer.transfer.mirror_room import RoomUse, Side
 from kvtransfer.transfer.ticket import TicketMint
-from kvtransfer.transports.transport import Line, run_blocking
+from kvtransfer.transports.transport import KVConnection, run_blocking
 from kvtransfer.wire import (
     MAX_FRAME_BYTES,
     Range,
@@ -136,11 +136,17 @@ class _Delivery:
     """Send one share, from the first token that is wanted until the taker's End."""
 
     def __init__(
-        self, context: SourceContext, line: Line, lease: Lease, fetch: Fetch, share: _WantedShare, heard: asyncio.Event
+        self,
+        context: SourceContext,
+        connection: KVConnection,
+        lease: Lease,
+        fetch: Fetch,
+        share: _WantedShare,
+        heard: asyncio.Event,
     ):
         """Keep what the dialogue was opened with; `heard` is set on every frame of the taker."""
         self._context = context
-        self._line = line
+        self._connection = connection
         self._lease = lease
         self._fetch = fetch
         self._share = share
@@ -160,7 +166,7 @@ class _Delivery:
 
     async def _listen(self) -> None:
         while True:
-            frame = await self._line.receive()
+            frame = await self._connection.receive()
             self._heard.set()
             self._check_alive()
             self._context.leases.renew(self._lease.lease_id)
@@ -222,7 +228,7 @@ class _Delivery:
         """Announce the prepared ranges. This runs beside `_listen`, since a taker that already has everything says so
         and leaves before memory can be shared with it."""
         share = self._share
-        await self._line.share_memory()
+        await self._connection.share_memory()
         while True:
             moved, digests, payload = await self._prepared.get()
             while len(self._unacked) >= MAX_UNACKED:
@@ -234,7 +240,7 @@ class _Delivery:
             ready.payload_bytes = share.wire_bytes(moved) if share.sends else 0
             ready.is_early = not self._lease.is_complete
             self._unacked.append(moved)
-            await self._line.send(kv_pb2.KVFrame(ready=ready), payload)
+            await self._connection.send(kv_pb2.KVFrame(ready=ready), payload)
 
     def _generations(self, moved: Range) -> list[int]:
         """Return the generations of the range's blocks. Raises StaleBlocks if they have changed since the lease."""
@@ -251,17 +257,17 @@ class _Delivery:
         """Send the replies to the taker. They wait for a payload under way, which must not delay reading and
         renewing."""
         while True:
-            await self._line.send(await self._replies.get())
+            await self._connection.send(await self._replies.get())
 
 
 class SourceDialogue:
     """One share of one fetch over one connection, from Want to End. A failure ends only this dialogue."""
 
-    def __init__(self, context: SourceContext, line: Line, transport: str, establish: Callable[[], None]):
+    def __init__(self, context: SourceContext, connection: KVConnection, transport: str, establish: Callable[[], None]):
         """Keep what a dialogue needs. `establish()` is called when the ticket is checked; an error that it raises ends
         the dialogue."""
         self._context = context
-        self._line = line
+        self._connection = connection
         self._transport = transport
         self._establish = establish
         self._heard, self._over = asyncio.Event(), asyncio.Event()
@@ -281,12 +287,12 @@ class SourceDialogue:
             await self._send_end(KVError("the source failed, see its log"))
         finally:
             self._over.set()
-            self._line.close()
+            self._connection.close()
 
     async def _send_end(self, error: KVError) -> None:
         with contextlib.suppress(KVError):  # the other side may be gone
-            await self._line.send(end_frame(error.status, str(error)))
-            await self._line.drain()
+            await self._connection.send(end_frame(error.status, str(error)))
+            await self._connection.drain()
 
     async def _serve(self) -> None:
         context, want = self._context, await self._first()
@@ -300,7 +306,7 @@ class SourceDialogue:
         fetch = lease.begin(want.ticket.fetch_id, want.share, want.num_shares)
         context.dialogues[name] = self
         try:
-            await _Delivery(context, self._line, lease, fetch, share, self._heard).run()
+            await _Delivery(context, self._connection, lease, fetch, share, self._heard).run()
         finally:
             if context.dialogues.get(name) is self:
                 del context.dialogues[name]
@@ -310,7 +316,7 @@ class SourceDialogue:
         """Return the Want. Raises PeerLost if none comes within WANT_S, ProtocolError for any other frame."""
         try:
             async with asyncio.timeout(WANT_S):
-                frame = await self._line.receive()
+                frame = await self._connection.receive()
         except TimeoutError as error:
             raise PeerLost(f"no Want came within {WANT_S:g} s") from error
         if frame.WhichOneof("kind") != "want":
@@ -332,7 +338,7 @@ class SourceDialogue:
                 "a KV ticket was shown a second time while its taker is served: refused, on %s", self._transport
             )
             raise TicketRefused("this ticket's taker is being served on another line")
-        earlier._line.close()
+        earlier._connection.close()
         for name in [name for name, dialogue in self._context.dialogues.items() if dialogue is earlier]:
             del self._context.dialogues[name]
 

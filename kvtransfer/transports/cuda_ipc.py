@@ -17,10 +17,10 @@ from kvtransfer.errors import DeviceHangs, PeerLost, ProtocolError, TransportBro
 from kvtransfer.memory.byte_runs import HEIGHT, OWN, OWN_PITCH, SOURCE, SOURCE_PITCH, WIDTH, check_within
 from kvtransfer.memory.cuda_runtime import HANDLE_BYTES, CudaError, CudaRuntime
 from kvtransfer.memory.device_memory import CANARY_BYTES, DeviceRegion, wrong_canary_bytes
-from kvtransfer.transports.mapped_line import MappedLine
+from kvtransfer.transports.mapped_connection import MappedConnection
 from kvtransfer.transports.shm import reached
+from kvtransfer.transports.socket_connection import SocketConnection, SocketListener
 from kvtransfer.transports.socket_folder import SocketFolder, is_gone, socket_path
-from kvtransfer.transports.socket_line import SocketLine, SocketListener
 from kvtransfer.wire import MAX_TAKER_FRAME_BYTES
 
 _BUSY_S = 0.002  # for so long an event is polled at every turn of the event loop, later every _PAUSE_S
@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 class CudaIpcListener:
     """Accept takers of a GPU allocation. `address` names the socket below `parent`, and the GPU that holds the pool."""
 
-    def __init__(self, region: DeviceRegion, block_bytes: int, parent: Path, on_line: Callable):
+    def __init__(self, region: DeviceRegion, block_bytes: int, parent: Path, on_connection: Callable):
         """Listen below `parent`. Raises OSError if no socket can be made there, CudaError for memory that cannot be
         shared."""
         handle, gpu = region.handle, region.runtime.pci_id(region.device)
@@ -45,14 +45,14 @@ class CudaIpcListener:
         sock = self._folder.bind()
         sizes = {"num_bytes": region.num_bytes, "block_bytes": block_bytes, "canary_bytes": CANARY_BYTES}
         mapping = kv_pb2.Mapping(**sizes, access=handle, device=gpu.encode())
-        self._listener = SocketListener(sock, lambda accepted: _CudaSourceLine(accepted, mapping), on_line)
+        self._listener = SocketListener(sock, lambda accepted: _CudaSourceConnection(accepted, mapping), on_connection)
 
     async def close(self) -> None:
         await self._listener.close()
         self._folder.remove()
 
 
-class _CudaSourceLine(SocketLine):
+class _CudaSourceConnection(SocketConnection):
     def __init__(self, sock: socket.socket, mapping: kv_pb2.Mapping):
         super().__init__(sock, max_frame_bytes=MAX_TAKER_FRAME_BYTES)
         self._mapping = mapping
@@ -211,7 +211,7 @@ class Copier:
             raise PeerLost(f"a copy within the GPU took {elapsed_s:.1f} s, more than {within_s:g} s")
 
 
-class _CudaTakerLine(MappedLine):
+class _CudaTakerConnection(MappedConnection):
     def __init__(self, sock: socket.socket, path: Path, copier: Copier, block_bytes: int):
         super().__init__(sock)
         self._path = path  # of the source's socket
@@ -244,7 +244,7 @@ class _CudaTakerLine(MappedLine):
             self._copier.opened.leave(self._path, self._mapping.access)
 
 
-async def connect(address: str, parent: Path, copier: Copier, block_bytes: int) -> SocketLine:
+async def connect(address: str, parent: Path, copier: Copier, block_bytes: int) -> SocketConnection:
     """Connect to a source. Raises PeerLost, also for a GPU whose memory the taker's GPU cannot read."""
     found = _ADDRESS.fullmatch(address)
     if not found:
@@ -256,4 +256,4 @@ async def connect(address: str, parent: Path, copier: Copier, block_bytes: int) 
     if not reaches:
         raise PeerLost(f"GPU {found['gpu']} cannot be read from here")
     sock = await reached(found["socket"], parent)
-    return _CudaTakerLine(sock, Path(socket_path(parent, found["socket"])), copier, block_bytes)
+    return _CudaTakerConnection(sock, Path(socket_path(parent, found["socket"])), copier, block_bytes)

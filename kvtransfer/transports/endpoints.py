@@ -19,7 +19,7 @@ from kvtransfer.memory.region import Region
 from kvtransfer.transports import cuda_ipc, grpc_stream, inproc, nixl, shm, tcp
 from kvtransfer.transports import socket_folder as folder
 from kvtransfer.transports.nixl_engine import NixlAgent, Segment
-from kvtransfer.transports.transport import Line
+from kvtransfer.transports.transport import KVConnection
 
 _WILDCARDS = ("0.0.0.0", "::")
 _WITH_PORTS = ("grpc", "tcp", "nixl")  # in the order of their ports, unless the system chooses these
@@ -114,7 +114,7 @@ class Listeners:
 
     async def open(
         self, names: Sequence[str], pool: Memories, address: Address, host_id: str,
-        on_line: Callable[[Line, str], None],
+        on_connection: Callable[[KVConnection, str], None],
     ) -> None:  # fmt: skip
         """Open a listener for each transport of `names` by which `pool` can be read. Raises OSError, which names what
         cannot be listened on."""
@@ -122,7 +122,9 @@ class Listeners:
             address = address.found()
         for name in names:
             port = address.port_of(name, names) if name in _WITH_PORTS else 0
-            found = await self._listen(name, pool, address, port, lambda line, name=name: on_line(line, name))
+            found = await self._listen(
+                name, pool, address, port, lambda connection, name=name: on_connection(connection, name)
+            )
             if found:
                 listener, where = found
                 self._open.append(listener)
@@ -132,24 +134,24 @@ class Listeners:
         while self._open:
             await self._open.pop().close()
 
-    async def _listen(self, name: str, pool: Memories, address: Address, port: int, on_line) -> tuple | None:
+    async def _listen(self, name: str, pool: Memories, address: Address, port: int, on_connection) -> tuple | None:
         block_bytes = pool.host.layout.block_bytes
         match name:
             case "inproc":
-                listener = inproc.InprocListener(pool.host, on_line)
+                listener = inproc.InprocListener(pool.host, on_connection)
                 return listener, listener.name
             case "cuda_ipc" if pool.device is not None:
                 try:
-                    listener = cuda_ipc.CudaIpcListener(pool.device, block_bytes, address.socket_folder, on_line)
+                    listener = cuda_ipc.CudaIpcListener(pool.device, block_bytes, address.socket_folder, on_connection)
                 except CudaError as error:
                     log.warning("cuda_ipc is not offered, this GPU's memory cannot be shared: %s", error)
                     return None
                 return listener, listener.address
             case "shm" if pool.region is not None:
-                listener = shm.ShmListener(pool.region, pool.host.layout, address.socket_folder, on_line)
+                listener = shm.ShmListener(pool.region, pool.host.layout, address.socket_folder, on_connection)
                 return listener, listener.address
             case "tcp":
-                listener = await tcp.listen(address.listen_host, on_line, port)
+                listener = await tcp.listen(address.listen_host, on_connection, port)
                 return listener, address.of(*listener.sock.getsockname()[:2])
             case "nixl":
                 try:
@@ -159,10 +161,10 @@ class Listeners:
                         raise OSError(str(error)) from error
                     log.warning("nixl is not offered, the network cannot read this GPU's memory: %s", error)
                     return None
-                listener = await nixl.listen(address.listen_host, agent, block_bytes, on_line, port)
+                listener = await nixl.listen(address.listen_host, agent, block_bytes, on_connection, port)
                 return listener, address.of(*listener.sock.getsockname()[:2])
             case "grpc":
-                listener = await grpc_stream.listen(address.listen_host, on_line, address.security, port)
+                listener = await grpc_stream.listen(address.listen_host, on_connection, address.security, port)
                 return listener, address.of(address.listen_host, listener.port)
         return None
 
@@ -186,7 +188,7 @@ class Dialer:
         self._socket_folder = socket_folder or folder.default_parent()
         self._mappings = shm.Mappings()
 
-    async def open(self, endpoint: Endpoint, layout: KVLayout) -> Line:
+    async def open(self, endpoint: Endpoint, layout: KVLayout) -> KVConnection:
         """Connect to `endpoint`; `layout`: that of the source's pool. Raises PeerLost."""
         match endpoint.transport:
             case "inproc":

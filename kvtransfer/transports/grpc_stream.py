@@ -14,7 +14,7 @@ from baton.v1 import kv_pb2
 from kvtransfer.errors import PeerLost, ProtocolError, from_status
 from kvtransfer.memory.blocks import BlockMemory
 from kvtransfer.transports import tcp
-from kvtransfer.transports.socket_line import SILENCE_S
+from kvtransfer.transports.socket_connection import SILENCE_S
 from kvtransfer.wire import (
     HEADER_BYTES,
     MAX_FRAME_BYTES,
@@ -76,7 +76,7 @@ OPEN = Security()
 _BROKEN = (grpc.RpcError, grpc.aio.UsageError, grpc.aio.InternalError, asyncio.InvalidStateError)
 
 
-class GrpcLine:
+class GrpcConnection:
     """One end of a stream. Two tasks do all reads and writes of the call, since cancelling one of those would end the
     call and lose its last frames."""
 
@@ -114,8 +114,8 @@ class GrpcLine:
                         await self._put(b"".join((_PAYLOAD, buffer[begin : begin + CHUNK_BYTES])))
 
     async def receive(self) -> kv_pb2.KVFrame:
-        """Return the next frame. Raises ProtocolError if its length is not that of its message, PeerLost when the line
-        breaks."""
+        """Return the next frame. Raises ProtocolError if its length is not that of its message, PeerLost when the
+        connection breaks."""
         message = await self._next()
         length = frame_length(message[:HEADER_BYTES], self._max_frame_bytes)
         if length != len(message) - HEADER_BYTES:
@@ -124,7 +124,7 @@ class GrpcLine:
 
     async def receive_payload(self, groups: Iterable[list[memoryview]]) -> None:
         """Fill the groups of buffers with the next bytes. Raises ProtocolError for more bytes than announced, PeerLost
-        when the line breaks, and the error of the source's End frame if one comes instead."""
+        when the connection breaks, and the error of the source's End frame if one comes instead."""
         chunk = memoryview(b"")
         for group in groups:
             for buffer in group:
@@ -290,31 +290,31 @@ class _SourceCall:
 class GrpcListener:
     """Accept takers over a gRPC server of one method, which listens on `port`."""
 
-    def __init__(self, server: grpc.aio.Server, on_line: Callable):
+    def __init__(self, server: grpc.aio.Server, on_connection: Callable):
         self._server = server
-        self._on_line = on_line
+        self._on_connection = on_connection
         self.port = 0
         handler = grpc.stream_stream_rpc_method_handler(self._pull)
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, {METHOD: handler}),))
 
     async def _pull(self, messages: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> None:
-        line = GrpcLine(_SourceCall(messages, context), MAX_TAKER_FRAME_BYTES, max_waiting=1)
-        self._on_line(line)
+        connection = GrpcConnection(_SourceCall(messages, context), MAX_TAKER_FRAME_BYTES, max_waiting=1)
+        self._on_connection(connection)
         try:
-            await line.ended.wait()
+            await connection.ended.wait()
         finally:
-            line.close()
+            connection.close()
 
     async def close(self) -> None:
         await self._server.stop(_STOP_S)
 
 
-async def listen(host: str, on_line: Callable, security: Security = OPEN, port: int = 0) -> GrpcListener:
+async def listen(host: str, on_connection: Callable, security: Security = OPEN, port: int = 0) -> GrpcListener:
     """Listen for takers; `port` 0: the system chooses. Raises OSError, which names the host."""
     if port:
         (await tcp.listening(host, port)).close()  # raises if it is taken; gRPC would write many lines to stderr
     server = grpc.aio.server(options=_SERVER_OPTIONS, interceptors=security.interceptors)
-    listener = GrpcListener(server, on_line)
+    listener = GrpcListener(server, on_connection)
     address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     try:
         if security.server:
@@ -327,7 +327,7 @@ async def listen(host: str, on_line: Callable, security: Security = OPEN, port: 
     return listener
 
 
-async def connect(address: str, security: Security = OPEN) -> GrpcLine:
+async def connect(address: str, security: Security = OPEN) -> GrpcConnection:
     """Connect to a source at `address`, host:port. Raises PeerLost."""
     channel = _channel(address, security)
     try:
@@ -342,7 +342,7 @@ async def connect(address: str, security: Security = OPEN) -> GrpcLine:
     except BaseException:
         await channel.close()
         raise
-    return GrpcLine(_TakerCall(channel))
+    return GrpcConnection(_TakerCall(channel))
 
 
 def _channel(address: str, security: Security) -> grpc.aio.Channel:

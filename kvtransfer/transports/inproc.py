@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from baton.v1 import kv_pb2
 from kvtransfer.errors import PeerLost, ProtocolError
 from kvtransfer.memory.blocks import BlockMemory
-from kvtransfer.transports.socket_line import SILENCE_S
+from kvtransfer.transports.socket_connection import SILENCE_S
 
 _listeners: dict[str, "InprocListener"] = {}
 
@@ -15,10 +15,10 @@ _listeners: dict[str, "InprocListener"] = {}
 class InprocListener:
     """Accept takers of the same event loop, which may read the pool `memory`."""
 
-    def __init__(self, memory: BlockMemory, on_line: Callable):
+    def __init__(self, memory: BlockMemory, on_connection: Callable):
         self.name = secrets.token_hex(16)
         self.memory = memory
-        self.on_line = on_line
+        self.on_connection = on_connection
         self.loop = asyncio.get_running_loop()
         _listeners[self.name] = self
 
@@ -26,7 +26,7 @@ class InprocListener:
         del _listeners[self.name]
 
 
-class InprocLine:
+class InprocConnection:
     """One end of a dialogue within a process."""
 
     def __init__(self, own_memory: BlockMemory | None):
@@ -34,9 +34,9 @@ class InprocLine:
         self._own_memory = own_memory
         self._silence_s = SILENCE_S
         self._frames: asyncio.Queue[kv_pb2.KVFrame | None] = asyncio.Queue()
-        self._peer: InprocLine | None = None
+        self._peer: InprocConnection | None = None
 
-    def join(self, peer: "InprocLine") -> None:
+    def join(self, peer: "InprocConnection") -> None:
         self._peer, peer._peer = peer, self
 
     async def share_memory(self) -> None:
@@ -44,7 +44,7 @@ class InprocLine:
             self._peer.source_memory = self._own_memory
 
     async def send(self, frame: kv_pb2.KVFrame, payload: Iterable[list[memoryview]] = ()) -> None:
-        """Give a copy of the frame to the other side. Raises PeerLost when the line is closed."""
+        """Give a copy of the frame to the other side. Raises PeerLost when the connection is closed."""
         if self._peer is None:
             raise PeerLost("the line was closed")
         copied = kv_pb2.KVFrame()
@@ -52,7 +52,8 @@ class InprocLine:
         self._peer._frames.put_nowait(copied)
 
     async def receive(self) -> kv_pb2.KVFrame:
-        """Return the next frame. Raises PeerLost when the other side is silent too long or has closed the line."""
+        """Return the next frame. Raises PeerLost when the other side is silent too long or has closed the
+        connection."""
         try:
             async with asyncio.timeout(self._silence_s):
                 frame = await self._frames.get()
@@ -83,12 +84,12 @@ def is_here(address: str) -> bool:
     return listener is not None and listener.loop is asyncio.get_running_loop()
 
 
-async def connect(address: str) -> InprocLine:
+async def connect(address: str) -> InprocConnection:
     """Connect to a listener of this event loop. Raises PeerLost if it does not exist."""
     listener = _listeners.get(address)
     if listener is None:
         raise PeerLost("the source is not in this process any more")
-    taker, source = InprocLine(None), InprocLine(listener.memory)
+    taker, source = InprocConnection(None), InprocConnection(listener.memory)
     taker.join(source)
-    listener.on_line(source)
+    listener.on_connection(source)
     return taker

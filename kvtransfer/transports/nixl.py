@@ -10,9 +10,9 @@ import numpy as np
 from baton.v1 import kv_pb2
 from kvtransfer.errors import ProtocolError
 from kvtransfer.memory.byte_runs import check_within
-from kvtransfer.transports.mapped_line import MappedLine
+from kvtransfer.transports.mapped_connection import MappedConnection
 from kvtransfer.transports.nixl_engine import NixlAgent, Segment
-from kvtransfer.transports.socket_line import SILENCE_S, SocketLine, SocketListener
+from kvtransfer.transports.socket_connection import SILENCE_S, SocketConnection, SocketListener
 from kvtransfer.transports.tcp import connected, listening
 from kvtransfer.wire import MAX_TAKER_FRAME_BYTES
 
@@ -22,27 +22,27 @@ _PROGRESS_S = 0.0005
 class NixlListener:
     """Accept takers that read the pool of `agent`."""
 
-    def __init__(self, sock, agent: NixlAgent, block_bytes: int, on_line: Callable):
+    def __init__(self, sock, agent: NixlAgent, block_bytes: int, on_connection: Callable):
         self._agent = agent
         self._block_bytes = block_bytes
-        self._lines: set[_NixlSourceLine] = set()
+        self._connections: set[_NixlSourceConnection] = set()
         self._progressing: asyncio.Task | None = None
-        self._listener = SocketListener(sock, self._make_line, on_line)
+        self._listener = SocketListener(sock, self._make_connection, on_connection)
         self.sock = sock
 
-    def _make_line(self, sock) -> "_NixlSourceLine":
-        line = _NixlSourceLine(sock, self._agent, self._block_bytes, self._lines)
-        self._lines.add(line)
+    def _make_connection(self, sock) -> "_NixlSourceConnection":
+        connection = _NixlSourceConnection(sock, self._agent, self._block_bytes, self._connections)
+        self._connections.add(connection)
         if self._progressing is None or self._progressing.done():
             self._progressing = asyncio.create_task(self._progress())
-        return line
+        return connection
 
     async def _progress(self) -> None:
         """Poll NIXL as long as a taker may be reading; a taker whose connection broke still waits for the reads it has
         begun."""
         last = time.monotonic()
-        while self._lines or time.monotonic() - last < SILENCE_S:
-            last = time.monotonic() if self._lines else last
+        while self._connections or time.monotonic() - last < SILENCE_S:
+            last = time.monotonic() if self._connections else last
             self._agent.progress()
             await asyncio.sleep(_PROGRESS_S)
 
@@ -54,12 +54,12 @@ class NixlListener:
         self._agent.close()
 
 
-class _NixlSourceLine(SocketLine):
-    def __init__(self, sock, agent: NixlAgent, block_bytes: int, lines: set):
+class _NixlSourceConnection(SocketConnection):
+    def __init__(self, sock, agent: NixlAgent, block_bytes: int, connections: set):
         super().__init__(sock, max_frame_bytes=MAX_TAKER_FRAME_BYTES)
         self._agent = agent
         self._block_bytes = block_bytes
-        self._lines = lines
+        self._connections = connections
 
     async def share_memory(self) -> None:
         pool = self._agent.segment
@@ -71,10 +71,10 @@ class _NixlSourceLine(SocketLine):
 
     def close(self) -> None:
         super().close()
-        self._lines.discard(self)
+        self._connections.discard(self)
 
 
-class _NixlTakerLine(MappedLine):
+class _NixlTakerConnection(MappedConnection):
     def __init__(self, sock, agent: NixlAgent, block_bytes: int):
         super().__init__(sock)
         self._agent = agent
@@ -106,11 +106,11 @@ class _NixlTakerLine(MappedLine):
             self._peer = None
 
 
-async def listen(host: str, agent: NixlAgent, block_bytes: int, on_line: Callable, port: int = 0) -> NixlListener:
+async def listen(host: str, agent: NixlAgent, block_bytes: int, on_connection: Callable, port: int = 0) -> NixlListener:
     """Listen for takers; `port` 0: the system chooses. Raises OSError, which names the host."""
-    return NixlListener(await listening(host, port), agent, block_bytes, on_line)
+    return NixlListener(await listening(host, port), agent, block_bytes, on_connection)
 
 
-async def connect(address: str, agent: NixlAgent, block_bytes: int) -> SocketLine:
+async def connect(address: str, agent: NixlAgent, block_bytes: int) -> SocketConnection:
     """Connect to a source at `address`, host:port. Raises PeerLost."""
-    return _NixlTakerLine(await connected(address), agent, block_bytes)
+    return _NixlTakerConnection(await connected(address), agent, block_bytes)

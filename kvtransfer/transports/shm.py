@@ -15,9 +15,9 @@ from kvtransfer.errors import PeerLost, ProtocolError
 from kvtransfer.layout import KVLayout
 from kvtransfer.memory.blocks import BlockMemory
 from kvtransfer.memory.region import Region
-from kvtransfer.transports.mapped_line import MappedLine
+from kvtransfer.transports.mapped_connection import MappedConnection
+from kvtransfer.transports.socket_connection import SocketConnection, SocketListener
 from kvtransfer.transports.socket_folder import SocketFolder, check_peer, is_gone, socket_path
-from kvtransfer.transports.socket_line import SocketLine, SocketListener
 from kvtransfer.transports.tcp import CONNECT_S
 from kvtransfer.wire import MAX_TAKER_FRAME_BYTES
 
@@ -33,19 +33,21 @@ class ShmListener:
     """Accept takers of the pool `region` on a unix socket, in a folder that only this user can enter. `address` is the
     socket as takers find it below the same `parent`."""
 
-    def __init__(self, region: Region, layout: KVLayout, parent: Path, on_line: Callable):
+    def __init__(self, region: Region, layout: KVLayout, parent: Path, on_connection: Callable):
         """Listen below `parent`. Raises OSError if no socket can be made there."""
         self._folder = SocketFolder(parent)
         self.address = self._folder.address
         sock = self._folder.bind()
-        self._listener = SocketListener(sock, lambda accepted: _SharingLine(accepted, region, layout), on_line)
+        self._listener = SocketListener(
+            sock, lambda accepted: _SharingConnection(accepted, region, layout), on_connection
+        )
 
     async def close(self) -> None:
         await self._listener.close()
         self._folder.remove()
 
 
-class _SharingLine(SocketLine):
+class _SharingConnection(SocketConnection):
     def __init__(self, sock: socket.socket, region: Region, layout: KVLayout):
         super().__init__(sock, max_frame_bytes=MAX_TAKER_FRAME_BYTES)
         self._region = region
@@ -129,7 +131,7 @@ class Mappings:
                 self._mapped.pop(key).region.close()
 
 
-class _ReadingLine(MappedLine):
+class _ReadingConnection(MappedConnection):
     def __init__(self, sock: socket.socket, source: Path, mappings: Mappings, layout: KVLayout):
         super().__init__(sock, takes_fds=True)
         self._source = source  # its socket
@@ -166,10 +168,10 @@ class _ReadingLine(MappedLine):
             self._mappings.close(key, self._lost)
 
 
-async def connect(address: str, parent: Path, mappings: Mappings, layout: KVLayout) -> SocketLine:
+async def connect(address: str, parent: Path, mappings: Mappings, layout: KVLayout) -> SocketConnection:
     """Connect to the source's socket `address` below `parent`; `layout`: that of the source's pool. Raises PeerLost."""
     sock = await reached(address, parent)
-    return _ReadingLine(sock, Path(socket_path(parent, address)), mappings, layout)
+    return _ReadingConnection(sock, Path(socket_path(parent, address)), mappings, layout)
 
 
 async def _connect(sock: socket.socket, path: str) -> None:

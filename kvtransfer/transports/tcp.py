@@ -7,21 +7,23 @@ from collections.abc import Callable
 
 from baton.addresses import split_address
 from kvtransfer.errors import PeerLost
-from kvtransfer.transports.socket_line import SocketLine, SocketListener
+from kvtransfer.transports.socket_connection import SocketConnection, SocketListener
 from kvtransfer.wire import MAX_TAKER_FRAME_BYTES
 
 CONNECT_S = 3.0
 
 
-async def listen(host: str, on_line: Callable, port: int = 0) -> SocketListener:
+async def listen(host: str, on_connection: Callable, port: int = 0) -> SocketListener:
     """Listen for takers; `port` 0: the system chooses. Raises OSError, which names the host."""
     sock = await listening(host, port)
-    return SocketListener(sock, lambda accepted: SocketLine(accepted, max_frame_bytes=MAX_TAKER_FRAME_BYTES), on_line)
+    return SocketListener(
+        sock, lambda accepted: SocketConnection(accepted, max_frame_bytes=MAX_TAKER_FRAME_BYTES), on_connection
+    )
 
 
-async def connect(address: str) -> SocketLine:
+async def connect(address: str) -> SocketConnection:
     """Connect to a source at `address`, host:port. Raises PeerLost."""
-    return SocketLine(await connected(address))
+    return SocketConnection(await connected(address))
 
 
 async def listening(host: str, port: int = 0) -> socket.socket:

@@ -1,7 +1,7 @@
 """Define the contract of a transport, and choose one for a taker and a source.
 
-A transport gives both sides a Line: it carries frames both ways and, if the source sends, raw bytes after a Ready
-frame. With other transports the taker reads the source's memory itself."""
+A transport gives both sides a KVConnection. It carries frames both ways and, if the source sends, raw bytes after a
+Ready frame. With other transports the taker reads the source's memory itself."""
 
 import asyncio
 import time
@@ -25,7 +25,7 @@ _RATED_BYTES = 1 << 20
 _MAX_RATES = 256
 
 
-class Line(Protocol):
+class KVConnection(Protocol):
     """One dialogue's connection. Every wait ends: with PeerLost when the other side is silent for too long."""
 
     source_memory: BlockMemory | None  # for the taker: the source's pool once it is shared; None if the source sends

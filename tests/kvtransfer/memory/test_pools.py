@@ -117,7 +117,7 @@ def test_either_digest_finds_a_bit_that_flipped_on_the_device(digest, small_rang
     async def main():
         async with running("cuda_ipc", digest=digest) as rig:
 
-            def fault(frame, line):
+            def fault(frame, connection):
                 if kind(frame) == "ready" and frame.ready.range.token_begin == 128:
                     rig.source_pool.reshape(NUM_BLOCKS, -1)[rig.source_ids[128 // 16], 5] ^= 4
                 return [frame]
@@ -239,10 +239,10 @@ def test_a_block_of_which_each_half_came_another_way(names, small_ranges, monkey
                     raise errors.PeerLost("not now")
                 return await opened(endpoint, shape)
 
-            def fault(frame, line):
+            def fault(frame, connection):
                 if kind(frame) == "ready" and frame.ready.range.token_begin == 64 and len(chosen) == 2:
                     del chosen[0]
-                    line.close()
+                    connection.close()
                 return [frame]
 
             rig.fetcher._dialer.open, rig.source.fault = reached, fault

@@ -242,7 +242,7 @@ def test_another_model_or_shape():
         assert not set(gives(*ours)) & set(takes(*other)) and not set(gives(*other)) & set(takes(*ours))
 
 
-# ---- over real lines ----
+# ---- over real connections ----
 
 
 @pytest.mark.parametrize("transport", ("inproc", "shm", "tcp"))

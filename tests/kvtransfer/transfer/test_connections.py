@@ -16,7 +16,7 @@ from kvtransfer import errors, wire
 from kvtransfer.transfer import connections, pull, source_dialogue
 from kvtransfer.transfer.ticket import parse_ticket
 from kvtransfer.transports import grpc_stream, socket_folder
-from kvtransfer.transports.socket_line import SocketLine
+from kvtransfer.transports.socket_connection import SocketConnection
 from tests.support.kvtransfer.rig import NUM_TOKENS, running, until
 from tests.support.pace import patience
 
@@ -80,7 +80,7 @@ class GrpcStranger:
         await self.channel.close()
 
 
-class SilentLine:
+class SilentConnection:
     def __init__(self):
         self.is_closed = False
 
@@ -95,13 +95,13 @@ class SilentLine:
 async def test_the_oldest_stranger_goes(monkeypatch, silent_s, num_places):
     """Few connections stay silent for long; a burst is accepted."""
     monkeypatch.setattr(connections, "SILENT_S", silent_s)
-    places, lines = connections.Connections(), [SilentLine() for _ in range(num_places + 2)]
-    for line in lines:
-        places.open(line, line.wait())
-    assert [line.is_closed for line in lines] == [True, True] + [False] * num_places
+    places, opened = connections.Connections(), [SilentConnection() for _ in range(num_places + 2)]
+    for connection in opened:
+        places.open(connection, connection.wait())
+    assert [connection.is_closed for connection in opened] == [True, True] + [False] * num_places
     assert len(places) == num_places
     await asyncio.gather(*places.cancel(), return_exceptions=True)
-    assert len(places) == 0 and all(line.is_closed for line in lines)
+    assert len(places) == 0 and all(connection.is_closed for connection in opened)
 
 
 @pytest.mark.parametrize("name", SOCKETS)
@@ -114,7 +114,7 @@ def test_a_want_that_trickles_is_late(name, monkeypatch):
             stranger = Stranger(name, address_of(rig, name))
             await stranger.hung_up()
             stranger.close()
-            await until(lambda: rig.source.num_connections == 0, "the line is closed on this side too")
+            await until(lambda: rig.source.num_connections == 0, "the connection is closed on this side too")
             assert rig.source.counters["peer_lost"] == 1
 
     asyncio.run(main())
@@ -136,8 +136,8 @@ def test_a_stream_without_a_message_is_late(monkeypatch):
 async def test_bytes_that_trickle_are_no_frame(monkeypatch):
     """Also of a taker whose ticket is good: silence is counted over the frame, not from byte to byte."""
     ours, theirs = socket.socketpair()
-    line = SocketLine(ours)
-    monkeypatch.setattr(line, "_silence_s", 0.3)
+    connection = SocketConnection(ours)
+    monkeypatch.setattr(connection, "_silence_s", 0.3)
     theirs.sendall(HEADER)
 
     async def trickle():
@@ -148,14 +148,14 @@ async def test_bytes_that_trickle_are_no_frame(monkeypatch):
     trickling = asyncio.create_task(trickle())
     with pytest.raises(errors.PeerLost, match="frame"):
         async with asyncio.timeout(10):
-            await line.receive()
+            await connection.receive()
     trickling.cancel()
-    line.close()
+    connection.close()
     theirs.close()
 
 
 async def _crowd(rig, name: str, count: int, each) -> None:
-    """Open `count` strangers' lines, each kept as long as the source allows; call `each(index)` between them."""
+    """Open `count` strangers' connections, each kept as long as the source allows; call `each(index)` between them."""
     waiting = []
     for index in range(count):
         stranger = GrpcStranger(address_of(rig, name)) if name == "grpc" else Stranger(name, address_of(rig, name))
@@ -172,7 +172,7 @@ async def _crowd(rig, name: str, count: int, each) -> None:
 
 @pytest.mark.parametrize("name, count", [("cuda_ipc", 1100), ("shm", 1100), ("tcp", 1100), ("grpc", 150)])
 def test_a_crowd_of_strangers_delays_no_taker(name, count):
-    """Every fetch beside them takes the one line that it opens."""
+    """Every fetch beside them takes the one connection that it opens."""
 
     async def main():
         async with running(name) as rig:
@@ -198,7 +198,7 @@ def test_a_crowd_of_strangers_delays_no_taker(name, count):
             await _crowd(rig, name, count, each)
             assert opened == [name] * len(fetched) and len(fetched) >= 10
             await rig.wait_released(*fetched)
-            await until(lambda: rig.source.num_connections == 0, "all lines are closed")
+            await until(lambda: rig.source.num_connections == 0, "all connections are closed")
 
     asyncio.run(main())
 
@@ -242,7 +242,7 @@ def test_each_transport_has_places_of_its_own():
 
 
 def test_as_many_takers_as_there_are_places(name, monkeypatch):
-    """One more is turned away as from a line that broke, and comes back."""
+    """One more is turned away as from a connection that broke, and comes back."""
     monkeypatch.setattr(connections, "MAX_ESTABLISHED", 1)
 
     async def main():
@@ -350,7 +350,7 @@ def test_a_ticket_that_is_in_use_is_refused(name, caplog, monkeypatch):
 
 
 def test_a_taker_that_fell_silent_gives_its_place(name, monkeypatch):
-    """The same taker on a new line, before the source could see that the old one is dead."""
+    """The same taker on a new connection, before the source could see that the old one is dead."""
     monkeypatch.setattr(pull, "RENEW_S", 60)
     monkeypatch.setattr(source_dialogue, "TAKEOVER_S", 0.2)
     monkeypatch.setattr("kvtransfer.transfer.fetcher._PAUSES_S", ())  # the silent one does not come back by itself
@@ -361,7 +361,7 @@ def test_a_taker_that_fell_silent_gives_its_place(name, monkeypatch):
             silent = asyncio.create_task(rig.fetch(offer, first))
             await until(lambda: first.upto == [64], "the first span")
             again = asyncio.create_task(rig.fetch(offer, second))
-            await until(lambda: second.upto == [64], "the new line is served")
+            await until(lambda: second.upto == [64], "the new connection is served")
             with pytest.raises(errors.PeerLost):
                 await silent
             rig.source.finish("k")
@@ -376,7 +376,7 @@ def test_a_taker_that_waits_for_its_place_is_no_stranger(name, monkeypatch):
     monkeypatch.setattr(pull, "RENEW_S", 60)
     monkeypatch.setattr(source_dialogue, "TAKEOVER_S", 0.2)
     monkeypatch.setattr(connections, "SILENT_S", -1.0)
-    monkeypatch.setattr("kvtransfer.transfer.fetcher._PAUSES_S", ())  # one line has to do
+    monkeypatch.setattr("kvtransfer.transfer.fetcher._PAUSES_S", ())  # one connection has to do
     waiting, crowd_is_over = asyncio.Event(), asyncio.Event()
     take_over = source_dialogue.SourceDialogue._take_over
 
@@ -393,12 +393,12 @@ def test_a_taker_that_waits_for_its_place_is_no_stranger(name, monkeypatch):
             silent = asyncio.create_task(rig.fetch(offer, first))
             await until(lambda: first.upto == [64], "the first span")
             again = asyncio.create_task(rig.fetch(offer, second))
-            await until(waiting.is_set, "the new line has shown its ticket")
-            lines = [SilentLine() for _ in range(connections.MAX_SILENT + 2)]
-            for line in lines:
-                rig.source._connections[name].open(line, line.wait())
+            await until(waiting.is_set, "the new connection has shown its ticket")
+            opened = [SilentConnection() for _ in range(connections.MAX_SILENT + 2)]
+            for connection in opened:
+                rig.source._connections[name].open(connection, connection.wait())
             crowd_is_over.set()
-            await until(lambda: second.upto == [64] or again.done(), "the new line is served")
+            await until(lambda: second.upto == [64] or again.done(), "the new connection is served")
             rig.source.finish("k")
             await again
             assert second.upto[-1] == NUM_TOKENS

@@ -136,7 +136,7 @@ def test_a_source_waits_for_its_taker(small_ranges):
         async with running("inproc") as rig:
             num_unacked, most = 0, 0
 
-            def count(frame, line):
+            def count(frame, connection):
                 nonlocal num_unacked, most
                 num_unacked += {"ready": 1, "confirm": -1}.get(kind(frame), 0)
                 most = max(most, num_unacked)

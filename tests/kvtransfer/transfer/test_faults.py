@@ -1,4 +1,4 @@
-"""After any fault of a line every fetch ends, with a name; no wrong KV is ever verified; all leases end; the next
+"""After any fault of a connection every fetch ends, with a name; no wrong KV is ever verified; all leases end; the next
 request succeeds. For equal and unequal workers."""
 
 import asyncio
@@ -12,7 +12,7 @@ from kvtransfer import errors
 from kvtransfer.layout import BlockRef
 from kvtransfer.transfer import dialogue, pull
 from kvtransfer.transfer.source import Source
-from tests.support.kvtransfer.faults import FAULTS, POINTS, FaultLine, Plan
+from tests.support.kvtransfer.faults import FAULTS, POINTS, FaultConnection, Plan
 from tests.support.kvtransfer.rig import Destination, kind, until
 from tests.support.kvtransfer.unlike import Cluster, by_heads, layout
 from tests.support.pace import patience
@@ -42,27 +42,31 @@ def quick(monkeypatch):
     monkeypatch.setattr("kvtransfer.transfer.fetcher._PAUSES_S", (0.001, 0.001))
     monkeypatch.setattr(dialogue, "MAX_RANGE_BYTES", 1)
     monkeypatch.setattr(pull, "RENEW_S", 0.05)
-    for module in ("socket_line", "inproc"):
+    for module in ("socket_connection", "inproc"):
         monkeypatch.setattr(f"kvtransfer.transports.{module}.SILENCE_S", 0.3)
 
 
 class Faulty:
-    """A cluster whose lines meet `plan`, on the source's side or the taker's."""
+    """A cluster whose connections meet `plan`, on the source's side or the taker's."""
 
     def __init__(self, cluster: Cluster, monkeypatch):
         self.cluster, self.plan = cluster, None
         serve = Source.serve
 
-        async def served(source, line, transport):
-            await serve(source, FaultLine(line, self.plan) if self.plan and self.at_source else line, transport)
+        async def served(source, connection, transport):
+            await serve(
+                source,
+                FaultConnection(connection, self.plan) if self.plan and self.at_source else connection,
+                transport,
+            )
 
         monkeypatch.setattr(Source, "serve", served)
         for fetcher in cluster.fetchers:
             opened = fetcher._dialer.open
 
             async def reached(endpoint, shape, opened=opened):
-                line = await opened(endpoint, shape)
-                return FaultLine(line, self.plan) if self.plan and not self.at_source else line
+                connection = await opened(endpoint, shape)
+                return FaultConnection(connection, self.plan) if self.plan and not self.at_source else connection
 
             fetcher._dialer.open = reached
 
@@ -142,19 +146,19 @@ def test_one_accident(transport, likeness, fault, point, monkeypatch):
 
 
 class Behind:
-    """A line that breaks behind the first frame of kind `point`, which has come or gone by then."""
+    """A connection that breaks behind the first frame of kind `point`, which has come or gone by then."""
 
-    def __init__(self, line, point: str):
-        self._line, self._point, self._is_broken = line, point, False
+    def __init__(self, connection, point: str):
+        self._connection, self._point, self._is_broken = connection, point, False
 
     def __getattr__(self, name):
-        return getattr(self._line, name)
+        return getattr(self._connection, name)
 
     def _see(self, frame) -> None:
         self._is_broken |= kind(frame) == self._point
 
     async def send(self, frame, payload=()):
-        await self._line.send(frame, payload)
+        await self._connection.send(frame, payload)
         self._see(frame)
         if kind(frame) == self._point:
             self._break()
@@ -162,27 +166,27 @@ class Behind:
     async def receive(self):
         if self._is_broken:
             self._break()
-        frame = await self._line.receive()
+        frame = await self._connection.receive()
         self._see(frame)
         return frame
 
     def _break(self) -> None:
-        self._line.close()
+        self._connection.close()
         raise errors.PeerLost("the line breaks")
 
 
 def breaking(cluster: Cluster, point: str, most: int) -> list:
-    """Let the first `most` lines of the cluster's one taker break behind `point`; returns all that were opened."""
+    """Let the first `most` connections of the cluster's one taker break behind `point`; return all that were opened."""
     (fetcher,) = cluster.fetchers
-    opened, lines = fetcher._dialer.open, []
+    opened, connections = fetcher._dialer.open, []
 
     async def reached(endpoint, shape):
-        line = await opened(endpoint, shape)
-        lines.append(Behind(line, point) if len(lines) < most else line)
-        return lines[-1]
+        connection = await opened(endpoint, shape)
+        connections.append(Behind(connection, point) if len(connections) < most else connection)
+        return connections[-1]
 
     fetcher._dialer.open = reached
-    return lines
+    return connections
 
 
 async def fetch_whole(cluster: Cluster):
@@ -199,9 +203,9 @@ def test_a_line_that_breaks_behind_each_range_is_taken_up_as_often(transport):
 
     async def main():
         async with Cluster(transport, *PAIRS["alike"], ttl_s=20.0) as cluster:
-            lines = breaking(cluster, "confirm", most=5)
+            connections = breaking(cluster, "confirm", most=5)
             destination, _ = await fetch_whole(cluster)
-            assert destination.upto == [64, 128, 192, 256, 300] and len(lines) == 5
+            assert destination.upto == [64, 128, 192, 256, 300] and len(connections) == 5
             cluster.check_arrived(range(0, NUM_TOKENS, 37))
 
     asyncio.run(main())
@@ -212,9 +216,9 @@ def test_a_taker_whose_goodbye_was_lost_has_what_it_came_for(transport):
 
     async def main():
         async with Cluster(transport, *PAIRS["alike"], ttl_s=20.0) as cluster:
-            lines = breaking(cluster, "end", most=1)
+            connections = breaking(cluster, "end", most=1)
             destination, report = await fetch_whole(cluster)
-            assert (report.num_tokens, report.transport) == (NUM_TOKENS, transport) and len(lines) > 1
+            assert (report.num_tokens, report.transport) == (NUM_TOKENS, transport) and len(connections) > 1
             assert destination.upto[-1] == NUM_TOKENS
             await until(lambda: cluster.endings == [(0, "k", "released")], "the source has heard it")
 
@@ -288,17 +292,17 @@ def watch_sending(source, on_frame):
     serve = source.serve
 
     class Watched:
-        def __init__(self, line):
-            self._line = line
+        def __init__(self, connection):
+            self._connection = connection
 
         def __getattr__(self, name):
-            return getattr(self._line, name)
+            return getattr(self._connection, name)
 
         async def send(self, frame, payload=()):
             on_frame(frame)
-            await self._line.send(frame, payload)
+            await self._connection.send(frame, payload)
 
-    source.serve = lambda line, transport: serve(Watched(line), transport)
+    source.serve = lambda connection, transport: serve(Watched(connection), transport)
 
     def restore():
         source.serve = serve
@@ -372,7 +376,7 @@ def test_the_taker_is_full(transport, pair):
 @pytest.mark.parametrize("num_fetches", (80, pytest.param(240, marks=pytest.mark.long)))
 def test_many_healthy_ones_have_no_false_alarm(transport, pair, num_fetches, monkeypatch):
     """D14: all at once, some with a prefix already there, moved in chunks."""
-    for module in ("socket_line", "inproc"):
+    for module in ("socket_connection", "inproc"):
         monkeypatch.setattr(f"kvtransfer.transports.{module}.SILENCE_S", patience(60))
     monkeypatch.setattr(dialogue, "MAX_RANGE_BYTES", 8 << 20)
 
@@ -457,16 +461,16 @@ def test_a_bad_want(transport, name, monkeypatch):
             fetcher, opened = cluster.fetchers[0], cluster.fetchers[0]._dialer.open
 
             async def reached(endpoint, shape):
-                line = await opened(endpoint, shape)
-                send = line.send
+                connection = await opened(endpoint, shape)
+                send = connection.send
 
                 async def sending(frame, payload=()):
                     if frame.HasField("want"):
                         spoil(frame.want)
                     await send(frame, payload)
 
-                line.send = sending
-                return line
+                connection.send = sending
+                return connection
 
             monkeypatch.setattr(fetcher._dialer, "open", reached)
             destinations = cluster.destinations(NUM_TOKENS)

@@ -211,7 +211,7 @@ def test_nobody_has_taken_it():
     lease = table.lease()
     table.finish("k")
     table.leave(lease, lease.begin(b"first", 0, 1))
-    assert table.released == [], "its taker may come back on another line"
+    assert table.released == [], "its taker may come back on another connection"
     table.clock.now += 6
     table.expire()
     assert table.endings == ["expired"]

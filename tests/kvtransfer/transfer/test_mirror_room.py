@@ -151,7 +151,7 @@ def test_a_fetch_that_ends_in_the_middle_leaves_no_range_in_the_room(ending, sma
             waits, destination = asyncio.Event(), rig.destination()
             destination.caught_up = waits.wait  # nothing is acknowledged: all that comes stays
 
-            def spoil(frame, line):
+            def spoil(frame, connection):
                 if ending == "wrong bytes" and kind(frame) == "ready" and frame.ready.range.token_begin == 128:
                     frame.ready.digests[0] ^= 1
                 return [frame]

@@ -57,7 +57,7 @@ def test_it_is_announced_when_all_of_the_prompt_is_there_and_verified_with_it(na
             seen: list[tuple[int, bool]] = []  # (how far the prompt was, whether a state was announced)
             written = 0
 
-            def fault(frame, line):
+            def fault(frame, connection):
                 if kind(frame) == "ready":
                     seen.append((written, of_state(frame, HYBRID)))
                 return [frame]
@@ -109,7 +109,7 @@ def test_a_flipped_bit_is_found(name):
     async def main():
         async with running(name, HYBRID) as rig:
 
-            def fault(frame, line):
+            def fault(frame, connection):
                 if of_state(frame, HYBRID):
                     rig.state(rig.source_pool)[-5] ^= 4
                 return [frame]
@@ -128,7 +128,7 @@ def test_a_block_of_another_sequence_is_refused(name):
     async def main():
         async with running(name, HYBRID) as rig:
 
-            def fault(frame, line):
+            def fault(frame, connection):
                 if of_state(frame, HYBRID):
                     rig.state_generation[rig.source_state] += 1
                 return [frame]
@@ -148,9 +148,9 @@ def test_a_lost_line_is_taken_up_again(name):
         async with running(name, HYBRID) as rig:
             left = [1]
 
-            def fault(frame, line):
+            def fault(frame, connection):
                 if of_state(frame, HYBRID) and left and left.pop():
-                    line.close()
+                    connection.close()
                     raise errors.PeerLost("the line breaks")
                 return [frame]
 
@@ -170,13 +170,13 @@ def test_a_fetch_that_fails_behind_its_state_has_brought_nothing(name, monkeypat
         async with running(name, HYBRID) as rig:
             confirmed = {True: 0, False: 0}  # of the state, and of KV
 
-            def fault(frame, line):
+            def fault(frame, connection):
                 if (what := kind(frame)) in ("ready", "confirm"):
                     moved = getattr(frame, what).range
                     is_state = moved.layer_begin >= FIRST_STATE_LAYER
                     is_last = not is_state and moved.token_end == NUM_TOKENS
                     if (not is_state and not confirmed[True]) or (is_last and not confirmed[False]):
-                        line.close()
+                        connection.close()
                         raise errors.PeerLost("the state comes first, the last tokens behind others")
                     if what == "confirm":
                         confirmed[is_state] += 1

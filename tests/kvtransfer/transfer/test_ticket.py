@@ -62,9 +62,9 @@ async def test_a_taker_that_is_heard_keeps_its_line_however_many_show_its_ticket
     """The second of them comes when the taker was heard, and before the first of them has seen that."""
     monkeypatch.setattr(source_dialogue, "TAKEOVER_S", 60)
     closed = []
-    line = SimpleNamespace(close=lambda: closed.append("the taker's"))
+    connection = SimpleNamespace(close=lambda: closed.append("the taker's"))
     context = SimpleNamespace(dialogues={})
-    taker, first, second = (SourceDialogue(context, line, "tcp", lambda: None) for _ in range(3))
+    taker, first, second = (SourceDialogue(context, connection, "tcp", lambda: None) for _ in range(3))
     context.dialogues[b"fetch", 0] = taker
     showing = [asyncio.create_task(first._take_over(taker))]
     await asyncio.sleep(0.02)

@@ -27,7 +27,7 @@ BLOCK = LAYOUT.block_bytes
 
 
 class Pair:
-    """A source and a taker in two processes of one host, and the line between them."""
+    """A source and a taker in two processes of one host, and the connection between them."""
 
     def __init__(self, folder, *, taker_device=0, delay=2, host=None):
         self.host = host or Host()
@@ -51,10 +51,10 @@ class Pair:
         return merged_runs(whole, whole, *self.ids, moved)
 
     async def open(self):
-        lines: asyncio.Queue = asyncio.Queue()
-        self.listener = CudaIpcListener(self.regions[0], BLOCK, self.folder, lines.put_nowait)
+        connections: asyncio.Queue = asyncio.Queue()
+        self.listener = CudaIpcListener(self.regions[0], BLOCK, self.folder, connections.put_nowait)
         self.taker = await cuda_ipc.connect(self.listener.address, self.folder, self.copier, BLOCK)
-        self.source = await lines.get()
+        self.source = await connections.get()
         return self
 
     async def share(self):
@@ -107,10 +107,10 @@ def test_an_allocation_is_opened_once_for_all_lines(tmp_path):
         pair = await Pair(tmp_path).open()
         await pair.share()
         first = pair.taker
-        lines: asyncio.Queue = asyncio.Queue()
-        pair.listener._listener._on_line = lines.put_nowait
+        connections: asyncio.Queue = asyncio.Queue()
+        pair.listener._listener._on_connection = connections.put_nowait
         pair.taker = await cuda_ipc.connect(pair.listener.address, tmp_path, pair.copier, BLOCK)
-        second, pair.source = pair.source, await lines.get()
+        second, pair.source = pair.source, await connections.get()
         await pair.share()
         first.close(), second.close()
         await pair.taker.read(pair.runs(Range(0, 64, 0, 2)))
@@ -130,10 +130,10 @@ def test_a_pool_stays_open_until_its_process_is_gone(tmp_path, monkeypatch):
         await pair.share()
         pair.taker.close(), pair.source.close()
         for _ in range(3):
-            lines: asyncio.Queue = asyncio.Queue()
-            listener._listener._on_line = lines.put_nowait
+            connections: asyncio.Queue = asyncio.Queue()
+            listener._listener._on_connection = connections.put_nowait
             pair.taker = await cuda_ipc.connect(listener.address, tmp_path, pair.copier, BLOCK)
-            pair.source = await lines.get()
+            pair.source = await connections.get()
             await pair.share()
             await pair.taker.read(pair.runs(Range(0, 64, 0, 2)))
             pair.taker.close()
@@ -182,7 +182,7 @@ def test_cancelled_reads_have_passed_when_they_end(tmp_path):
 
 def test_a_copy_that_is_late_has_passed_when_its_read_ends(tmp_path, monkeypatch):
     """Else it could write into blocks that belong to another request by then."""
-    monkeypatch.setattr("kvtransfer.transports.socket_line.SILENCE_S", 0.003)
+    monkeypatch.setattr("kvtransfer.transports.socket_connection.SILENCE_S", 0.003)
 
     async def main():
         pair = await Pair(tmp_path, delay=600).open()
@@ -196,7 +196,7 @@ def test_a_copy_that_is_late_has_passed_when_its_read_ends(tmp_path, monkeypatch
 
 
 def test_a_copy_that_never_passes(tmp_path, monkeypatch):
-    monkeypatch.setattr("kvtransfer.transports.socket_line.SILENCE_S", 0.01)
+    monkeypatch.setattr("kvtransfer.transports.socket_connection.SILENCE_S", 0.01)
     monkeypatch.setattr(cuda_ipc, "STUCK_S", 0.05)
 
     async def main():
@@ -285,12 +285,12 @@ from tests.support.kvtransfer.gpu import copied_to_host
 async def main(address, folder, num_bytes):
     region = DeviceRegion(find_runtime(), 0, num_bytes)
     copier = cuda_ipc.Copier(region)
-    line = await cuda_ipc.connect(address, pathlib.Path(folder), copier, num_bytes)
-    await line.receive()
+    connection = await cuda_ipc.connect(address, pathlib.Path(folder), copier, num_bytes)
+    await connection.receive()
     half = num_bytes // 2
-    await line.read(np.array([[0, half, half, half, half, 1], [0, 0, 100, 1000, 1000, 50]]))
+    await connection.read(np.array([[0, half, half, half, half, 1], [0, 0, 100, 1000, 1000, 50]]))
     print(copied_to_host(region, copier.stream, 0, num_bytes).tobytes().hex())
-    line.close(), copier.close(), region.close()
+    connection.close(), copier.close(), region.close()
 asyncio.run(main(sys.argv[1], sys.argv[2], int(sys.argv[3])))
 """
 
@@ -301,24 +301,24 @@ def test_two_processes_on_one_gpu(tmp_path):
     torch = pytest.importorskip("torch")
 
     async def main():
-        num_bytes, lines = 1 << 20, asyncio.Queue()
+        num_bytes, connections = 1 << 20, asyncio.Queue()
         region = DeviceRegion(find_runtime(), 0, num_bytes)
         expected = np.random.default_rng(0).integers(0, 256, num_bytes, dtype=np.uint8)
         torch.as_tensor(region, device="cuda:0").copy_(torch.from_numpy(expected))
         torch.cuda.synchronize()
-        listener = CudaIpcListener(region, num_bytes, tmp_path, lines.put_nowait)
+        listener = CudaIpcListener(region, num_bytes, tmp_path, connections.put_nowait)
         command = [sys.executable, "-c", TAKER, listener.address, str(tmp_path), str(num_bytes)]
         taker = await asyncio.create_subprocess_exec(*command, stdout=subprocess.PIPE)
         async with asyncio.timeout(60):
-            line = await lines.get()
-            await line.share_memory()
-            await line.send(kv_pb2.KVFrame(renew=kv_pb2.Renew()))
+            connection = await connections.get()
+            await connection.share_memory()
+            await connection.send(kv_pb2.KVFrame(renew=kv_pb2.Renew()))
             output, _ = await taker.communicate()
         found = np.frombuffer(bytes.fromhex(output.decode().strip()), np.uint8)
         assert (found[num_bytes // 2 :] == expected[: num_bytes // 2]).all()
         rows = np.arange(50)[:, None] * 1000 + np.arange(100)
         assert (found[rows] == expected[rows]).all() and not found[100:1000].any()
-        line.close()
+        connection.close()
         await listener.close()
         region.close()
 

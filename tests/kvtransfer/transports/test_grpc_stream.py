@@ -16,12 +16,12 @@ from tests.support.kvtransfer.rig import running, until
 
 
 async def pair() -> tuple:
-    """A taker's line, the source's, and the listener to close."""
-    lines: asyncio.Queue = asyncio.Queue()
-    listener = await grpc_stream.listen("127.0.0.1", lines.put_nowait)
+    """A taker's connection, the source's, and the listener to close."""
+    connections: asyncio.Queue = asyncio.Queue()
+    listener = await grpc_stream.listen("127.0.0.1", connections.put_nowait)
     taker = await grpc_stream.connect(f"127.0.0.1:{listener.port}")
     await taker.send(kv_pb2.KVFrame(renew=kv_pb2.Renew()))
-    source = await lines.get()
+    source = await connections.get()
     await source.receive()
     return taker, source, listener
 
@@ -147,10 +147,10 @@ def test_another_service_behind_the_port():
         server = grpc.aio.server()
         port = server.add_insecure_port("127.0.0.1:0")
         await server.start()
-        line = await grpc_stream.connect(f"127.0.0.1:{port}")
+        connection = await grpc_stream.connect(f"127.0.0.1:{port}")
         with pytest.raises(errors.PeerLost, match="UNIMPLEMENTED"):
-            await line.receive()
-        line.close()
+            await connection.receive()
+        connection.close()
         await server.stop(0)
 
     asyncio.run(main())

@@ -56,7 +56,7 @@ def test_a_bit_that_flipped_on_the_gpu_is_found(network):
     async def main():
         async with running("nixl", on_gpu=(True, True)) as rig:
 
-            def fault(frame, line):
+            def fault(frame, connection):
                 if kind(frame) == "ready" and frame.ready.range.token_begin == 0:
                     rig.source_pool.reshape(NUM_BLOCKS, -1)[rig.source_ids[0], 5] ^= 4
                 return [frame]

@@ -17,8 +17,8 @@ from baton.v1 import kv_pb2
 from kvtransfer.errors import PeerLost
 from kvtransfer.transports import endpoints, grpc_stream, socket_folder, tcp
 from kvtransfer.transports.endpoints import Address, num_ports
+from kvtransfer.transports.socket_connection import SocketConnection, SocketListener
 from kvtransfer.transports.socket_folder import SocketFolder, socket_path, sweep
-from kvtransfer.transports.socket_line import SocketLine, SocketListener
 from kvtransfer.wire import encode_frame
 from tests.support.kvtransfer.rig import free_ports, running
 
@@ -93,35 +93,35 @@ def test_an_address_never_leads_out_of_the_folder(tmp_path):
 
 @pytest.mark.parametrize("refusal", [MemoryError, OSError])
 async def test_the_next_one_is_accepted(refusal):
-    lines, refusals = asyncio.Queue(), [refusal()]
+    connections, refusals = asyncio.Queue(), [refusal()]
 
-    def make_line(sock: socket.socket) -> SocketLine:
+    def make_connection(sock: socket.socket) -> SocketConnection:
         if refusals:
             raise refusals.pop()
-        return SocketLine(sock)
+        return SocketConnection(sock)
 
     server = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     server.bind(("127.0.0.1", 0))
-    listener = SocketListener(server, make_line, lines.put_nowait)
+    listener = SocketListener(server, make_connection, connections.put_nowait)
     takers = [socket.create_connection(server.getsockname()) for _ in range(2)]
-    line = await asyncio.wait_for(lines.get(), 10)
-    assert not refusals and lines.empty()
-    line.close()
+    connection = await asyncio.wait_for(connections.get(), 10)
+    assert not refusals and connections.empty()
+    connection.close()
     await listener.close()
     for taker in takers:
         taker.close()
 
 
-def lines() -> tuple[SocketLine, SocketLine]:
+def connections() -> tuple[SocketConnection, SocketConnection]:
     one, other = socket.socketpair(socket.AF_UNIX)
-    return SocketLine(one), SocketLine(other)
+    return SocketConnection(one), SocketConnection(other)
 
 
 async def test_a_descriptor_is_watched_once_for_many_frames(monkeypatch):
     loop, watched = asyncio.get_running_loop(), []
     add_reader = loop.add_reader
     monkeypatch.setattr(loop, "add_reader", lambda fd, *args: (watched.append(fd), add_reader(fd, *args)))
-    here, there = lines()
+    here, there = connections()
     for _ in range(20):
         receiving = asyncio.create_task(there.receive())
         await asyncio.sleep(0)  # it waits
@@ -133,7 +133,7 @@ async def test_a_descriptor_is_watched_once_for_many_frames(monkeypatch):
 
 async def test_what_nobody_asks_for_stays_with_the_system():
     """The loop does not read ahead without end, nor wake for bytes that are left where they are."""
-    here, there = lines()
+    here, there = connections()
     frame = kv_pb2.KVFrame(ready=kv_pb2.Ready(hashes=bytes(1 << 19)))
     receiving = asyncio.create_task(there.receive())
     await asyncio.sleep(0)
@@ -148,7 +148,7 @@ async def test_what_nobody_asks_for_stays_with_the_system():
 
 
 async def test_a_frame_that_trickles_is_as_good_as_none(monkeypatch):
-    here, there = lines()
+    here, there = connections()
     monkeypatch.setattr(there, "_silence_s", 0.2)
     receiving = asyncio.create_task(there.receive())
     for byte in encode_frame(RENEW)[:6]:
@@ -160,7 +160,7 @@ async def test_a_frame_that_trickles_is_as_good_as_none(monkeypatch):
 
 
 async def test_a_line_that_is_closed_wakes_who_waits():
-    here, there = lines()
+    here, there = connections()
     receiving = asyncio.create_task(there.receive())
     await asyncio.sleep(0)
     there.close()
@@ -277,33 +277,33 @@ async def turns(counted: list[None]) -> None:
 async def test_frames_that_keep_coming_leave_turns_to_others():
     """A taker that says Renew as fast as it goes stopped every session of the source's process meanwhile."""
     ours, theirs = socket.socketpair()
-    line, counted = SocketLine(ours), []
+    connection, counted = SocketConnection(ours), []
     theirs.sendall(encode_frame(RENEW) * 1000)
     counting = asyncio.create_task(turns(counted))
     for _ in range(1000):
-        assert await line.receive() == RENEW
+        assert await connection.receive() == RENEW
     assert len(counted) >= 10
     counting.cancel()
-    line.close(), theirs.close()
+    connection.close(), theirs.close()
 
 
 async def test_bytes_that_keep_coming_are_dropped_in_turns():
     """So that the time is up for a stranger, too, who sends faster than they are read."""
-    line, counted, left = SocketLine(socket.socket()), [], [None] * 1000
+    connection, counted, left = SocketConnection(socket.socket()), [], [None] * 1000
 
     def receive(buffer: memoryview) -> int:
         return len(buffer) if left and not left.pop() else 0
 
-    line._sock = SimpleNamespace(shutdown=lambda how: None, recv_into=receive)
+    connection._sock = SimpleNamespace(shutdown=lambda how: None, recv_into=receive)
     counting = asyncio.create_task(turns(counted))
-    await line.drain()
+    await connection.drain()
     assert len(counted) >= 1000 - len(left) > 0
     counting.cancel()
 
 
 async def test_a_descriptor_that_finds_no_place_here_breaks_no_protocol():
     one, other = socket.socketpair()
-    here, there = SocketLine(one), SocketLine(other, takes_fds=True)
+    here, there = SocketConnection(one), SocketConnection(other, takes_fds=True)
     await here.send_with_fd(RENEW, one.fileno())
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:

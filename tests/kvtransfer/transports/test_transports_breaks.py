@@ -1,4 +1,4 @@
-"""A line that breaks, falls silent or is given up: nothing hangs, nothing lands afterwards."""
+"""A connection that breaks, falls silent or is given up: nothing hangs, nothing lands afterwards."""
 
 import asyncio
 import time
@@ -8,7 +8,7 @@ import pytest
 from kvtransfer import errors
 from kvtransfer.transfer import dialogue, pull
 from kvtransfer.transports import transport
-from tests.support.kvtransfer.rig import NUM_TOKENS, FaultyLine, assert_still_serves, kind, running, until
+from tests.support.kvtransfer.rig import NUM_TOKENS, FaultyConnection, assert_still_serves, kind, running, until
 
 
 def test_resumes_after_the_line_broke(name, small_ranges):
@@ -16,10 +16,10 @@ def test_resumes_after_the_line_broke(name, small_ranges):
         async with running(name) as rig:
             broken = []
 
-            def fault(frame, line):
+            def fault(frame, connection):
                 if kind(frame) == "ready" and frame.ready.range.token_begin == 128 and not broken:
                     broken.append(frame)
-                    line.close()
+                    connection.close()
                     return []
                 return [frame]
 
@@ -60,14 +60,14 @@ def test_a_source_that_dies_at_the_goodbye_has_given_everything(name, monkeypatc
             async def refuse(endpoint, shape):
                 raise errors.PeerLost("it is gone")
 
-            def fault(frame, line):
+            def fault(frame, connection):
                 if kind(frame) == "end":
                     dialer.open = refuse
                     raise errors.PeerLost("it has just died")
                 return [frame]
 
             async def reach(endpoint, shape):
-                return FaultyLine(await opened(endpoint, shape), fault)
+                return FaultyConnection(await opened(endpoint, shape), fault)
 
             dialer.open = reach
             report = await rig.fetch(rig.ready_offer(), rig.destination())
@@ -81,12 +81,12 @@ def test_silent_source_is_lost(name, monkeypatch):
     monkeypatch.setattr("kvtransfer.transfer.fetcher._PAUSES_S", ())
     monkeypatch.setattr(dialogue, "RENEW_S", 0.02)
     monkeypatch.setattr(pull, "RENEW_S", 0.02)
-    for module in ("socket_line", "inproc", "grpc_stream"):
+    for module in ("socket_connection", "inproc", "grpc_stream"):
         monkeypatch.setattr(f"kvtransfer.transports.{module}.SILENCE_S", 0.2)
 
     async def main():
         async with running(name) as rig:
-            rig.source.fault = lambda frame, line: [] if kind(frame) == "renew" else [frame]
+            rig.source.fault = lambda frame, connection: [] if kind(frame) == "renew" else [frame]
             with pytest.raises(errors.PeerLost, match="silent"):
                 await rig.fetch(rig.offer(), rig.destination())
 
@@ -197,7 +197,7 @@ def test_cancel_waits_for_the_copy(monkeypatch):
 
 
 def test_new_line_takes_over(name):
-    """The taker comes back before the source has noticed that the old line is dead."""
+    """The taker comes back before the source has noticed that the old connection is dead."""
 
     async def main():
         async with running(name) as rig:

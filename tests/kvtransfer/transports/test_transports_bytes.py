@@ -20,7 +20,7 @@ def test_a_flipped_bit_is_found(name, token, cell, small_ranges):
             block, row = int(rig.source_ids[token // 16]), token % 16
             byte = block * rig.layout.block_bytes + (cell * 16 + row) * 32 + 7
 
-            def fault(frame, line):
+            def fault(frame, connection):
                 if kind(frame) == "ready" and frame.ready.range.token_begin <= token < frame.ready.range.token_end:
                     rig.source_pool[byte] ^= 0x10
                 return [frame]
@@ -95,7 +95,7 @@ def test_a_bad_ready_is_refused(name, spoil, error, small_ranges):
     async def main():
         async with running(name) as rig:
 
-            def fault(frame, line):
+            def fault(frame, connection):
                 if kind(frame) == "ready" and frame.ready.range.token_begin == 64:
                     spoil(frame)
                 return [frame]
@@ -117,7 +117,7 @@ def test_frames_out_of_turn(name, order, small_ranges):
         async with running(name) as rig:
             held = []
 
-            def fault(frame, line):
+            def fault(frame, connection):
                 begin = frame.ready.range.token_begin
                 follows = CAPABILITIES[name].source_sends and order != "confirm_unasked" and begin > 128
                 if kind(frame) != "ready" or follows:
@@ -166,12 +166,12 @@ class Chaos:
     def __init__(self, rig, seed: int, every: int):
         self.rig, self.random, self.every = rig, random.Random(seed), every
 
-    def __call__(self, frame, line):
+    def __call__(self, frame, connection):
         if self.random.randrange(self.every):
             return [frame]
         accident = self.random.choice(("break", "twice", "flip", "digest"))
         if accident == "break":
-            line.close()
+            connection.close()
             return []
         if accident == "flip" and kind(frame) == "ready":
             token = self.random.randrange(frame.ready.range.token_begin, frame.ready.range.token_end)

@@ -74,7 +74,7 @@ def test_generation_bumped_while_reading(name, small_ranges):
     async def main():
         async with running(name) as rig:
 
-            def fault(frame, line):
+            def fault(frame, connection):
                 if kind(frame) == "ready" and frame.ready.range.token_begin == 64:
                     rig.generation[int(rig.source_ids[4])] += 1
                 return [frame]

@@ -141,7 +141,7 @@ def test_noise_on_the_line(name, noise):
 
 @pytest.mark.parametrize("name", ("cuda_ipc", "shm", "tcp", "grpc"))
 def test_half_closed_before_a_word(name):
-    """A peer that connects and closes its half without a frame costs a line, not a wait."""
+    """A peer that connects and closes its half without a frame costs a connection, not a wait."""
 
     async def main():
         async with running(name) as rig:

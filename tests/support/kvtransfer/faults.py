@@ -1,4 +1,4 @@
-"""A line that has accidents: named faults at named frames, on either side of a dialogue."""
+"""A connection that has accidents: named faults at named frames, on either side of a dialogue."""
 
 import asyncio
 import random
@@ -15,8 +15,8 @@ DELAY_S = 0.05
 
 @dataclass
 class Plan:
-    """`fault` meets the `nth` frame of kind `point` that goes out on any line that shares this plan; `every`: then each
-    n-th further one, too."""
+    """Let `fault` meet the `nth` frame of kind `point` that goes out on any connection that shares this plan; `every`:
+    then each n-th further one, too."""
 
     fault: str
     point: str
@@ -37,26 +37,26 @@ class Plan:
         return hit
 
 
-class FaultLine:
-    """Wraps a Line; what is sent through it meets `plan`."""
+class FaultConnection:
+    """Wrap a KVConnection; what is sent through it meets `plan`."""
 
-    def __init__(self, line, plan: Plan):
-        self._line = line
+    def __init__(self, connection, plan: Plan):
+        self._connection = connection
         self._plan = plan
         self._held = None
         self._random = random.Random(plan.seed)
 
     def __getattr__(self, name):
-        return getattr(self._line, name)
+        return getattr(self._connection, name)
 
     async def send(self, frame, payload=()):
         held, self._held = self._held, None
         if self._plan.hits(frame):
             await self._accident(frame, payload)
         else:
-            await self._line.send(frame, payload)
+            await self._connection.send(frame, payload)
         if held:
-            await self._line.send(*held)
+            await self._connection.send(*held)
 
     async def _accident(self, frame, payload) -> None:
         match self._plan.fault:
@@ -64,21 +64,21 @@ class FaultLine:
                 pass
             case "delay":
                 await asyncio.sleep(DELAY_S)
-                await self._line.send(frame, payload)
+                await self._connection.send(frame, payload)
             case "corrupt":
-                await self._line.send(self._corrupted(frame), corrupted(payload, self._random))
+                await self._connection.send(self._corrupted(frame), corrupted(payload, self._random))
             case "truncate":
                 groups = [[memoryview(bytes(part)) for part in group] for group in payload]
-                await self._line.send(frame, groups[: len(groups) // 2])
-                self._line.close()
+                await self._connection.send(frame, groups[: len(groups) // 2])
+                self._connection.close()
             case "twice":
                 groups = [[memoryview(bytes(part)) for part in group] for group in payload]
-                await self._line.send(frame, groups)
-                await self._line.send(frame, groups)
+                await self._connection.send(frame, groups)
+                await self._connection.send(frame, groups)
             case "reorder":
                 self._held = (frame, [[memoryview(bytes(part)) for part in group] for group in payload])
             case "kill":
-                self._line.close()
+                self._connection.close()
 
     def _corrupted(self, frame):
         """One bit of what the frame says. A Ready with bytes behind it keeps its words: its bytes are what is hit."""

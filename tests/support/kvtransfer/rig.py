@@ -1,4 +1,4 @@
-"""A source and a taker with pools of their own, and a line that does to frames what a test wants."""
+"""A source and a taker with pools of their own, and a connection that does to frames what a test wants."""
 
 import asyncio
 import contextlib
@@ -62,26 +62,26 @@ async def until(condition, what: str) -> None:
     assert condition(), what
 
 
-class FaultyLine:
+class FaultyConnection:
     """`fault(frame)` sees every frame that the source is about to send; returns the frames to send instead."""
 
-    def __init__(self, line, fault):
-        self._line = line
+    def __init__(self, connection, fault):
+        self._connection = connection
         self._fault = fault
 
     def __getattr__(self, name):
-        return getattr(self._line, name)
+        return getattr(self._connection, name)
 
     async def send(self, frame, payload=()):
-        for each in self._fault(frame, self._line):
-            await self._line.send(each, payload)
+        for each in self._fault(frame, self._connection):
+            await self._connection.send(each, payload)
 
 
 class FaultySource(Source):
     fault: Callable | None = None
 
-    async def serve(self, line, transport):
-        await super().serve(FaultyLine(line, self.fault) if self.fault else line, transport)
+    async def serve(self, connection, transport):
+        await super().serve(FaultyConnection(connection, self.fault) if self.fault else connection, transport)
 
 
 class Destination:

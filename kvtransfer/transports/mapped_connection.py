@@ -2,10 +2,10 @@
 itself."""
 
 from baton.v1 import kv_pb2
-from kvtransfer.transports.socket_line import SocketLine
+from kvtransfer.transports.socket_connection import SocketConnection
 
 
-class MappedLine(SocketLine):
+class MappedConnection(SocketConnection):
     """The taker's side of a connection whose source shares its memory."""
 
     async def receive(self) -> kv_pb2.KVFrame:

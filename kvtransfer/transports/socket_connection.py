@@ -21,7 +21,7 @@ _WAKE_BYTES = 256 << 10  # of a payload; a connection that carries less in SILEN
 _FD_SPACE = socket.CMSG_SPACE(array.array("i").itemsize)
 
 
-class SocketLine:
+class SocketConnection:
     """One end of a connection. Payload bytes go between the socket and the caller's buffers without another copy. One
     task receives, several may send. `takes_fds`: descriptors that come with a frame are kept (unix sockets only)."""
 
@@ -232,7 +232,8 @@ class SocketLine:
                 raise PeerLost(f"the line broke: {error}") from error
 
     async def _ready(self, writes: bool) -> None:
-        """Wait until the socket can be read or written. Raises PeerLost after SILENCE_S, or when the line is closed."""
+        """Wait until the socket can be read or written. Raises PeerLost after SILENCE_S, or when the connection is
+        closed."""
         loop = asyncio.get_running_loop()
         add, remove = (loop.add_writer, loop.remove_writer) if writes else (loop.add_reader, loop.remove_reader)
         waiting = loop.create_future()
@@ -279,14 +280,16 @@ def _lose(waiting: asyncio.Future, silence_s: float) -> None:
 
 
 class SocketListener:
-    """Accept connections on a bound socket, and pass each one to `on_line`."""
+    """Accept connections on a bound socket, and pass each one to `on_connection`."""
 
-    def __init__(self, sock: socket.socket, make_line: Callable[[socket.socket], SocketLine], on_line: Callable):
+    def __init__(
+        self, sock: socket.socket, make_connection: Callable[[socket.socket], SocketConnection], on_connection: Callable
+    ):
         sock.setblocking(False)
         sock.listen(1024)  # large, so that a burst of connections does not fill it
         self.sock = sock
-        self._make_line = make_line
-        self._on_line = on_line
+        self._make_connection = make_connection
+        self._on_connection = on_connection
         self._accepting = tasks.start("KV accepting", self._accept)
 
     async def close(self) -> None:
@@ -299,7 +302,7 @@ class SocketListener:
         while True:
             try:
                 sock, _ = await loop.sock_accept(self.sock)
-                self._on_line(self._make_line(sock))
+                self._on_connection(self._make_connection(sock))
             except (OSError, MemoryError):
                 # No descriptors or memory are left, or the client was gone before it was accepted: try the next one.
                 await asyncio.sleep(0.1)
