@@ -9,39 +9,39 @@ from baton.v1 import worker_pb2 as pb
 from baton.worker.legs.leg import Leg, Owed
 from baton.worker.legs.states import LegEvent
 from baton.worker.legs.token_record import TokenRecord
-from baton.worker.session.lifecycle import Lifecycle
+from baton.worker.session.leg_machine import LegMachine
 from baton.worker.session.opening import compute_rest, open_request
 from baton.worker.wire import messages
 
 
-def admit(lifecycle: Lifecycle, leg: Leg, message: pb.Admit) -> None:
+def admit(machine: LegMachine, leg: Leg, message: pb.Admit) -> None:
     """Promise the blocks of a request, pin the cached part of its prompt, and answer Granted. Read the prompt here if
     the command asks for that."""
-    request = open_request(lifecycle, leg, message.spec)
-    leg.num_cached_tokens = lifecycle.engine.admission.admit(request)
+    request = open_request(machine, leg, message.spec)
+    leg.num_cached_tokens = machine.engine.admission.admit(request)
     leg.owed.add(Owed.ENGINE)
     granted = pb.Granted(key=key_to_proto(leg.key), num_cached_tokens=leg.num_cached_tokens)
     leg.outbox.reply(pb.Event(granted=granted))
     if message.prefill:
-        lifecycle.happen(leg, LegEvent.PREFILL_HERE, pb.Prefill())
-    lifecycle.on_change()
+        machine.happen(leg, LegEvent.PREFILL_HERE, pb.Prefill())
+    machine.on_change()
 
 
-def prefill_here(lifecycle: Lifecycle, leg: Leg, message: pb.Prefill) -> None:
+def prefill_here(machine: LegMachine, leg: Leg, message: pb.Prefill) -> None:
     """Read the prompt here, or the part of it that is not cached. If the prompt is not to be answered there was no
     Admit, so Granted confirms it."""
     leg.prefill_at = time.monotonic()
     if leg.request is not None:
-        compute_rest(lifecycle, leg, None)
+        compute_rest(machine, leg, None)
     else:
-        lifecycle.engine.admission.submit(open_request(lifecycle, leg, message.spec))
+        machine.engine.admission.submit(open_request(machine, leg, message.spec))
         leg.owed.add(Owed.ENGINE)
         if leg.request.pooling is not None:
             leg.outbox.reply(pb.Event(granted=pb.Granted(key=key_to_proto(leg.key))))
-    lifecycle.on_change()
+    machine.on_change()
 
 
-def report_done(lifecycle: Lifecycle, leg: Leg, done: PrefillDone) -> None:
+def report_done(machine: LegMachine, leg: Leg, done: PrefillDone) -> None:
     """Report the first tokens of a prompt that was read here; decoding follows. For a prompt that is not answered,
     report its vector; its end follows."""
     leg.prefill_done, leg.prefill_done_at = done, time.monotonic()

@@ -17,65 +17,65 @@ from baton.v1 import worker_pb2 as pb
 from baton.worker.legs.leg import Leg, Owed
 from baton.worker.legs.legs import Legs
 from baton.worker.legs.states import DECODING, LegEvent
-from baton.worker.session.lifecycle import Lifecycle
+from baton.worker.session.leg_machine import LegMachine
 from baton.worker.wire import end_status, messages
 from baton.worker.wire.outbox import Outbox
 
 
-def park(lifecycle: Lifecycle, leg: Leg, subject: None) -> None:
-    lifecycle.engine.admission.park(leg.engine_key)
-    lifecycle.on_change()
+def park(machine: LegMachine, leg: Leg, payload: None) -> None:
+    machine.engine.admission.park(leg.engine_key)
+    machine.on_change()
 
 
-def resume(lifecycle: Lifecycle, leg: Leg, subject: None) -> None:
+def resume(machine: LegMachine, leg: Leg, payload: None) -> None:
     try:
-        lifecycle.engine.admission.resume(leg.engine_key, leg.request.deadline)
+        machine.engine.admission.resume(leg.engine_key, leg.request.deadline)
     except LookupError:  # it has just ended; its last tokens and its RequestEnded follow
         pass
-    lifecycle.on_change()
+    machine.on_change()
 
 
-def orphan(lifecycle: Lifecycle, leg: Leg, subject: None) -> None:
+def orphan(machine: LegMachine, leg: Leg, payload: None) -> None:
     """Park a leg whose stream is lost for the resume window; end it if its prompt is still being read."""
     if leg.record is None:
-        lifecycle.stop(leg, end_status.STREAM_LOST)
+        machine.stop(leg, end_status.STREAM_LOST)
         return
-    park(lifecycle, leg, None)
-    lifecycle.set_timer(leg, time.monotonic() + lifecycle.resume_window_s, LegEvent.WINDOW_OVER)
+    park(machine, leg, None)
+    machine.set_timer(leg, time.monotonic() + machine.resume_window_s, LegEvent.WINDOW_OVER)
 
 
-def keep_end(lifecycle: Lifecycle, leg: Leg, ended: RequestEnded) -> None:
+def keep_end(machine: LegMachine, leg: Leg, ended: RequestEnded) -> None:
     """Keep a leg that has finished, whose tokens are in its record, for a gateway that attaches."""
     if ended.error:
-        lifecycle.stop(leg, end_status.of_engine(ended))
+        machine.stop(leg, end_status.of_engine(ended))
 
 
-def attach(lifecycle: Lifecycle, leg: Leg, subject: tuple[Outbox, pb.Attach]) -> None:
+def attach(machine: LegMachine, leg: Leg, payload: tuple[Outbox, pb.Attach]) -> None:
     """Continue with another key on another stream, after the tokens that the gateway has."""
-    outbox, message = subject
+    outbox, message = payload
     if not leg.is_stream_lost:  # the loss of the old stream has not been noticed yet
         leg.outbox.forget(leg.key)
         leg.outbox.end(messages.ended(leg.key, end_status.ATTACHED, None, 0.0))
-    lifecycle.legs.rename(leg, Key(*key_from_proto(message.key)))
+    machine.legs.rename(leg, Key(*key_from_proto(message.key)))
     leg.outbox, leg.is_stream_lost = outbox, False
     deadline = deadline_of(message.budget_ms)
     leg.request, leg.traceparent = replace(leg.request, deadline=deadline), message.traceparent
-    lifecycle.set_deadline(leg, deadline)
+    machine.set_deadline(leg, deadline)
     outbox.reply(pb.Event(granted=pb.Granted(key=message.key)))
     for run in leg.record.since(leg.key, message.next_index):
         outbox.add_run(run)
     if Owed.ENGINE in leg.owed:
-        resume(lifecycle, leg, None)
+        resume(machine, leg, None)
     else:
-        lifecycle.stop(leg, end_status.OK)
+        machine.stop(leg, end_status.OK)
 
 
-def find_and_attach(lifecycle: Lifecycle, leg: Leg, subject: tuple[Outbox, pb.Attach]) -> None:
+def find_and_attach(machine: LegMachine, leg: Leg, payload: tuple[Outbox, pb.Attach]) -> None:
     """Dispatch an Attach to the leg that it is meant for, or answer that its sequence is not on this worker."""
-    _, message = subject
-    found = None if lifecycle.is_draining else _attachable(lifecycle.legs, message)
+    _, message = payload
+    found = None if machine.is_draining else _attachable(machine.legs, message)
     if found is not None:
-        lifecycle.happen(found, LegEvent.ATTACH, subject)
+        machine.happen(found, LegEvent.ATTACH, payload)
     else:
         leg.outbox.reply(pb.Event(not_here=pb.NotHere(key=key_to_proto(leg.key))))
 
@@ -97,6 +97,6 @@ def _attachable(legs: Legs, message: pb.Attach) -> Leg | None:
     return max(found, key=lambda leg: leg.num_output_tokens, default=None)
 
 
-def end_forgotten(lifecycle: Lifecycle, leg: Leg, subject: None) -> None:
+def end_forgotten(machine: LegMachine, leg: Leg, payload: None) -> None:
     """End a sequence to which no gateway has attached in time."""
-    lifecycle.give_back(leg, end_status.NOBODY_CAME)
+    machine.give_back(leg, end_status.NOBODY_CAME)

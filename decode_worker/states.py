@@ -3,7 +3,7 @@
 from baton.worker.legs.states import LegEvent as Event
 from baton.worker.legs.states import LegState as State
 from baton.worker.session.endings import end, ignore
-from baton.worker.session.lifecycle import LegTransition, Table
+from baton.worker.session.leg_machine import LegTransition, Table
 from decode_worker import adoption, credit, parking, token_stream
 
 TRANSITIONS: Table = {

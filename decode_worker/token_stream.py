@@ -6,28 +6,28 @@ from baton import failpoints
 from baton.engine.core.request import TokenRun
 from baton.worker.legs.leg import Leg
 from baton.worker.legs.states import LegEvent
-from baton.worker.session.lifecycle import Lifecycle
+from baton.worker.session.leg_machine import LegMachine
 
 
-def stream_tokens(lifecycle: Lifecycle, leg: Leg, run: TokenRun) -> None:
+def stream_tokens(machine: LegMachine, leg: Leg, run: TokenRun) -> None:
     """Send tokens to the gateway; park the sequence if too many of them are unread."""
-    if not _write(lifecycle, leg, run):
-        lifecycle.happen(leg, LegEvent.UNREAD)
+    if not _write(machine, leg, run):
+        machine.happen(leg, LegEvent.UNREAD)
 
 
-def stream_last_tokens(lifecycle: Lifecycle, leg: Leg, run: TokenRun) -> None:
+def stream_last_tokens(machine: LegMachine, leg: Leg, run: TokenRun) -> None:
     """Send the tokens of the step that was under way when the leg parked."""
-    _write(lifecycle, leg, run)
+    _write(machine, leg, run)
 
 
-def record_tokens(lifecycle: Lifecycle, leg: Leg, run: TokenRun) -> None:
+def record_tokens(machine: LegMachine, leg: Leg, run: TokenRun) -> None:
     """Record tokens; for an orphaned leg, those of the step that was under way when its stream was lost."""
     failpoints.hit("decode.tokens")
     leg.num_output_tokens += len(run.token_ids)
     leg.record.add(run)
 
 
-def _write(lifecycle: Lifecycle, leg: Leg, run: TokenRun) -> bool:
+def _write(machine: LegMachine, leg: Leg, run: TokenRun) -> bool:
     """Send tokens; return False if too many are unread."""
-    record_tokens(lifecycle, leg, run)
+    record_tokens(machine, leg, run)
     return leg.outbox.add_run(run if run.key == leg.key else replace(run, key=leg.key))

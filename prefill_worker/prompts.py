@@ -11,7 +11,7 @@ from baton.service.codec import key_to_proto
 from baton.service.logs import fields
 from baton.v1 import worker_pb2 as pb
 from baton.worker.legs.leg import Leg, Owed
-from baton.worker.session.lifecycle import Lifecycle
+from baton.worker.session.leg_machine import LegMachine
 from baton.worker.session.opening import compute_rest, open_request
 from baton.worker.wire import end_status, messages
 from baton.worker.wire.end_status import Status
@@ -19,42 +19,42 @@ from baton.worker.wire.end_status import Status
 log = logging.getLogger(__name__)
 
 
-def prefill(lifecycle: Lifecycle, leg: Leg, message: pb.Prefill) -> None:
+def prefill(machine: LegMachine, leg: Leg, message: pb.Prefill) -> None:
     """Allocate blocks for the whole prompt, lease them to the taker, and begin to compute or to pull."""
-    request = open_request(lifecycle, leg, message.spec)
-    taker = lifecycle.handoff.taker_of(message.taker)
+    request = open_request(machine, leg, message.spec)
+    taker = machine.handoff.taker_of(message.taker)
     leg.sources = [(source.handle, source.ticket) for source in message.sources]
-    acceptance = lifecycle.engine.admission.accept(request, bool(leg.sources))
+    acceptance = machine.engine.admission.accept(request, bool(leg.sources))
     leg.owed.add(Owed.ENGINE)
     leg.prefill_at = time.monotonic()
     leg.num_cached_tokens = acceptance.num_cached_tokens
-    ticketed = lifecycle.handoff.lease_prompt(leg, acceptance, taker, lifecycle.lease_ended)
+    ticketed = machine.handoff.lease_prompt(leg, acceptance, taker, machine.lease_ended)
     leg.owed.add(Owed.LEASE)
     accepted = pb.Accepted(key=key_to_proto(leg.key), num_cached_tokens=acceptance.num_cached_tokens, **ticketed)
     leg.outbox.reply(pb.Event(accepted=accepted))
     if leg.sources:
-        pull_prefix(lifecycle, leg, None)
-    lifecycle.on_change()
+        pull_prefix(machine, leg, None)
+    machine.on_change()
 
 
-def pull_prefix(lifecycle: Lifecycle, leg: Leg, status: Status | None) -> None:
+def pull_prefix(machine: LegMachine, leg: Leg, status: Status | None) -> None:
     """Pull from the next usable source, or compute what no source has given. `status`: why the last source failed."""
     if status is not None:
         leg.pull_failure = status
         log.warning("prefix not pulled %s", fields(key=leg.key, reason=status.message))
     leg.fetch_at = leg.fetch_at or time.monotonic()
-    if lifecycle.intake.begin_prefix(leg, lifecycle.fetch_ended, partial(lifecycle.handoff.advance, leg)):
+    if machine.intake.begin_prefix(leg, machine.fetch_ended, partial(machine.handoff.advance, leg)):
         leg.owed.add(Owed.FETCH)
     else:
-        compute_rest(lifecycle, leg, None)
+        compute_rest(machine, leg, None)
 
 
-def advance(lifecycle: Lifecycle, leg: Leg, progress: Progress) -> None:
+def advance(machine: LegMachine, leg: Leg, progress: Progress) -> None:
     """Raise the watermark that the taker follows."""
-    lifecycle.handoff.advance(leg, progress.upto_token, progress.upto_layer)
+    machine.handoff.advance(leg, progress.upto_token, progress.upto_layer)
 
 
-def hold(lifecycle: Lifecycle, leg: Leg, done: PrefillDone) -> None:
+def hold(machine: LegMachine, leg: Leg, done: PrefillDone) -> None:
     """Report the first tokens, and keep the KV until its taker has all of it."""
     leg.prefill_done, leg.prefill_done_at = done, time.monotonic()
     failpoints.hit("prefill.done")
@@ -63,10 +63,10 @@ def hold(lifecycle: Lifecycle, leg: Leg, done: PrefillDone) -> None:
         why = leg.pull_failure or end_status.OK
         pulled = pb.Pulled(num_tokens=leg.num_pulled_tokens, reason=why.reason, failure=why.message)
     leg.outbox.reply(messages.done(leg.key, done, pulled))  # before the lease moves: a client waits for the first token
-    lifecycle.handoff.finish(leg)
-    lifecycle.on_change()
+    machine.handoff.finish(leg)
+    machine.on_change()
 
 
-def end_lease_lost(lifecycle: Lifecycle, leg: Leg, ending: str) -> None:
+def end_lease_lost(machine: LegMachine, leg: Leg, ending: str) -> None:
     """End a prompt whose lease has expired while it was read."""
-    lifecycle.give_back(leg, end_status.LEASE_EXPIRED)
+    machine.give_back(leg, end_status.LEASE_EXPIRED)

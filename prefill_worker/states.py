@@ -2,7 +2,7 @@
 
 from baton.worker.legs.states import LegEvent as Event
 from baton.worker.legs.states import LegState as State
-from baton.worker.session.lifecycle import LegTransition, Table
+from baton.worker.session.leg_machine import LegTransition, Table
 from baton.worker.session.offers import renew
 from baton.worker.session.opening import compute_rest
 from prefill_worker import prompts

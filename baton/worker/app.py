@@ -43,7 +43,7 @@ from baton.v1 import worker_pb2 as pb
 from baton.v1 import worker_pb2_grpc
 from baton.worker.hello import make_hello, new_identity, tokenizer_digest
 from baton.worker.kv.pool_memory import PoolMemory
-from baton.worker.kv_transfer import KVTransfer
+from baton.worker.kv_endpoints import KVEndpoints
 from baton.worker.legs.leg import Leg
 from baton.worker.observe.admin_port import AdminPort, open_admin
 from baton.worker.observe.gpu_health import watch_gpus
@@ -56,10 +56,10 @@ from baton.worker.ranks import device
 from baton.worker.ranks.listener import RankListener
 from baton.worker.registration import register
 from baton.worker.session.adapters import LiveAdapters
-from baton.worker.session.commands import Commands
 from baton.worker.session.drain import Drain
-from baton.worker.session.lifecycle import Lifecycle, Table
-from baton.worker.session.session import WorkerService
+from baton.worker.session.leg_dispatcher import LegDispatcher
+from baton.worker.session.leg_machine import LegMachine, Table
+from baton.worker.session.service import WorkerService
 from baton.worker.session.sessions import Sessions
 from baton.worker.settings import WorkerSettings
 from baton.worker.wire.thread_bridge import ThreadBridge
@@ -72,15 +72,18 @@ log = logging.getLogger(__name__)
 
 
 def load_engine(
-    config: EngineConfig, memory: PoolMemory, joining: RankListener | None = None, cores: SharedCores | None = None
+    config: EngineConfig,
+    memory: PoolMemory,
+    rank_listener: RankListener | None = None,
+    cores: SharedCores | None = None,
 ) -> Engine:
-    """Return the engine with its model loaded. `joining` accepts ranks of other hosts; `cores`: the cores shared with
-    other workers. Raises ModelError for a folder that cannot be served, ValueError for an option that does not fit the
-    model."""
+    """Return the engine with its model loaded. `rank_listener` accepts ranks of other hosts; `cores`: the cores shared
+    with other workers. Raises ModelError for a folder that cannot be served, ValueError for an option that does not fit
+    the model."""
     if cores is not None:
         torch.set_num_threads(cores.share)
     engine = Engine.load(
-        config, memory_for=memory.allocate, gpu_memory_for=memory.allocate_on_gpu, joining=joining,
+        config, memory_for=memory.allocate, gpu_memory_for=memory.allocate_on_gpu, joining=rank_listener,
         rank_program=device.PROGRAM,
     )  # fmt: skip
     if cores is not None and engine.ranks is None:
@@ -146,19 +149,19 @@ async def listening_for_ranks(settings: WorkerSettings) -> AsyncIterator[RankLis
     if settings.rank_listen is None:
         yield None
         return
-    joining = RankListener(settings.rank_listen, settings.tls, settings.engine.remote_stages)
-    await joining.start()
-    log.info("waits for %d ranks of other hosts at %s", settings.engine.remote_stages, joining.address)
+    rank_listener = RankListener(settings.rank_listen, settings.tls, settings.engine.remote_stages)
+    await rank_listener.start()
+    log.info("waits for %d ranks of other hosts at %s", settings.engine.remote_stages, rank_listener.address)
     try:
-        yield joining
+        yield rank_listener
     finally:
-        await joining.stop()
+        await rank_listener.stop()
 
 
 class Worker:
     """Serve within `async with`. Constructed inside a running event loop.
 
-    `port` and `admin_port` are the ports that it listens on; `service` answers gateways; `engine`, `commands` and
+    `port` and `admin_port` are the ports that it listens on; `service` answers gateways; `engine`, `dispatcher` and
     `sessions` are its parts."""
 
     def __init__(
@@ -175,22 +178,22 @@ class Worker:
         self._spans = Spans(engine.model_name)
         self._meters = WorkerMeters(admin.metrics, engine, memory, roofline, bound.guard.num_denied)
         changed = asyncio.Event()
-        self._transfer = transfer = KVTransfer(engine, memory, self._identity, settings, bound.guard)
-        lifecycle = Lifecycle(
-            table, engine, transfer.handoff, transfer.intake, on_change=changed.set, on_ended=self._on_ended,
+        self._kv = kv = KVEndpoints(engine, memory, self._identity, settings, bound.guard)
+        machine = LegMachine(
+            table, engine, kv.handoff, kv.intake, on_change=changed.set, on_ended=self._on_ended,
             resume_window_s=settings.resume_window_s,
         )  # fmt: skip
-        self.commands = Commands(lifecycle)
-        bridge = ThreadBridge(asyncio.get_running_loop(), self.commands.on_outputs)
+        self.dispatcher = LegDispatcher(machine)
+        bridge = ThreadBridge(asyncio.get_running_loop(), self.dispatcher.on_outputs)
         self._loop = EngineLoop(engine, bridge.put, exit_for_lost_device, exit_for_broken_engine)
         self.sessions = Sessions(engine)
-        self._drain = Drain(self.commands, self.sessions, settings.drain_grace_s)
-        tables = Tables(engine, self.commands, transfer.holders, transfer.intake, transfer.source, self.sessions)
+        self._drain = Drain(self.dispatcher, self.sessions, settings.drain_grace_s)
+        tables = Tables(engine, self.dispatcher, kv.holders, kv.intake, kv.source, self.sessions)
         self._meters.watch(tables)
         self._health = Health(bound.server)
         longest_step_s = full_step_s(engine, roofline) if roofline else 0.0
         self._reports = Reports(
-            engine, self._loop, self.commands, self.sessions, self._health, tables, changed, longest_step_s
+            engine, self._loop, self.dispatcher, self.sessions, self._health, tables, changed, longest_step_s
         )
         self._exits = AsyncExitStack()
 
@@ -236,8 +239,8 @@ class Worker:
         if (ranks := self.engine.ranks) is not None:
             exits.callback(ranks.close)
             ranks.when_lost(exit_for_lost_rank)
-        exits.push_async_callback(self._transfer.stop)
-        await self._transfer.start()
+        exits.push_async_callback(self._kv.stop)
+        await self._kv.start()
         adapters = self._add_services()
         await adapters.restore()
         exits.callback(self._loop.stop)
@@ -258,9 +261,9 @@ class Worker:
 
     def _add_services(self) -> LiveAdapters:
         settings = self._settings
-        hello = make_hello(self.engine, self._role, self._identity, self._digest, self._transfer)
+        hello = make_hello(self.engine, self._role, self._identity, self._digest, self._kv)
         adapters = LiveAdapters(self.engine, self.sessions, hello)
-        self.service = WorkerService(self.commands, self.sessions, self._drain, adapters, hello)
+        self.service = WorkerService(self.dispatcher, self.sessions, self._drain, adapters, hello)
         worker_pb2_grpc.add_WorkerServicer_to_server(self.service, self._bound.server)
         if settings.has_reflection(settings.tls is None and is_loopback(settings.listen)):
             grpc_server.enable_reflection(self._bound.server, [SERVICE_NAME])
@@ -295,13 +298,13 @@ async def running(settings: WorkerSettings, role: str, table: Table, stop: async
     model_name = settings.engine.served_model_name or read_spec(settings.engine.model).name
     async with (
         open_admin(settings.admin, settings.admin_hosts, model_name, settings.tls) as admin,
-        listening_for_ranks(settings) as joining,
+        listening_for_ranks(settings) as rank_listener,
         sharing_cores(settings) as cores,
     ):
         memory = PoolMemory(settings.kv_mirror_gib)
         with progress.phase(f"{role}_worker", f"reading {settings.engine.model}"):
             digest = tokenizer_digest(settings.engine.model)
-            loading = asyncio.to_thread(load_engine, settings.engine, memory, joining, cores)
+            loading = asyncio.to_thread(load_engine, settings.engine, memory, rank_listener, cores)
             engine = await _load_unless_stopped(loading, stop)
         _log_start(settings, engine)
         roofline = await asyncio.to_thread(of_engine, engine)

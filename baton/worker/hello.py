@@ -21,7 +21,7 @@ from baton.protocol import (
     PROTOCOL,
 )
 from baton.v1 import worker_pb2 as pb
-from baton.worker.kv_transfer import KVTransfer
+from baton.worker.kv_endpoints import KVEndpoints
 from kvtransfer.transfer.source import SourceIdentity
 from kvtransfer.wire import layout_to_proto
 
@@ -33,9 +33,9 @@ def new_identity(engine: Engine) -> SourceIdentity:
     return SourceIdentity(instance, epoch, engine.model_identity, str(engine.numerics_class))
 
 
-def make_hello(engine: Engine, role: str, identity: SourceIdentity, digest: bytes, transfer: KVTransfer) -> pb.Hello:
+def make_hello(engine: Engine, role: str, identity: SourceIdentity, digest: bytes, kv: KVEndpoints) -> pb.Hello:
     """Return the Hello of a worker whose KV is already served. `digest`: the tokenizer's."""
-    endpoints = transfer.source.endpoints()
+    endpoints = kv.source.endpoints()
     hello = pb.Hello(
         protocol_min=PROTOCOL,
         protocol_max=PROTOCOL,
@@ -44,13 +44,13 @@ def make_hello(engine: Engine, role: str, identity: SourceIdentity, digest: byte
         roles=[role],
         model_identity=identity.model_identity,
         tokenizer_digest=digest,
-        layout=layout_to_proto(transfer.layout),
+        layout=layout_to_proto(kv.layout),
         numerics_class=identity.numerics_class,
-        host_id=transfer.host_id,
-        kv_token_bytes=-(-transfer.layout.block_bytes // engine.config.block_size),
+        host_id=kv.host_id,
+        kv_token_bytes=-(-kv.layout.block_bytes // engine.config.block_size),
         checkpoint_tokens=engine.config.checkpoint_step if engine.layout.state is not None else 0,
-        kv_gives=transfer.gives,
-        kv_takes=transfer.takes,
+        kv_gives=kv.gives,
+        kv_takes=kv.takes,
         features=[
             POOLING,
             GRANTS_POOLING,

@@ -15,9 +15,9 @@ from baton.v1 import worker_pb2 as pb
 from baton.worker.app import load_engine
 from baton.worker.hello import make_hello, new_identity
 from baton.worker.kv.pool_memory import PoolMemory
-from baton.worker.kv_transfer import KVTransfer
-from baton.worker.session.commands import Commands
-from baton.worker.session.lifecycle import Lifecycle, Table
+from baton.worker.kv_endpoints import KVEndpoints
+from baton.worker.session.leg_dispatcher import LegDispatcher
+from baton.worker.session.leg_machine import LegMachine, Table
 from baton.worker.session.table import join_tables
 from baton.worker.settings import WorkerSettings
 from tests.support import bare
@@ -44,13 +44,13 @@ class Half:
         self.memory = PoolMemory()
         self.engine = load_engine(settings.engine, self.memory)
         self.identity = new_identity(self.engine)
-        self.transfer = KVTransfer(self.engine, self.memory, self.identity, settings, Guard(is_open=True))
+        self.transfer = KVEndpoints(self.engine, self.memory, self.identity, settings, Guard(is_open=True))
         self.ended: list = []
-        lifecycle = Lifecycle(
+        machine = LegMachine(
             join_tables(rows), self.engine, self.transfer.handoff, self.transfer.intake, on_change=lambda: None,
             on_ended=self.ended.append, resume_window_s=1.0,
         )  # fmt: skip
-        self.commands = Commands(lifecycle)
+        self.dispatcher = LegDispatcher(machine)
         self.outbox = OutboxDouble()
 
     async def __aenter__(self) -> "Half":
@@ -64,13 +64,13 @@ class Half:
     def hello(self) -> pb.Hello:
         return make_hello(self.engine, "", self.identity, b"", self.transfer)
 
-    def obey(self, **command) -> None:
-        self.commands.obey(self.outbox, pb.Command(**command))
+    def dispatch(self, **command) -> None:
+        self.dispatcher.dispatch(self.outbox, pb.Command(**command))
 
     async def until(self, kind: str):
         """Step until the gateway would read an event of this kind."""
         while kind not in self.outbox.kinds():
-            self.commands.on_outputs(self.engine.step())
+            self.dispatcher.on_outputs(self.engine.step())
             await asyncio.sleep(0)
         return self.outbox.only(kind)
 
@@ -81,17 +81,17 @@ def test_two_halves_answer_as_one_engine(model):
         decode = Half(model, decode_worker.states.TRANSITIONS)
         async with prefill, decode:
             spec = make_spec(PROMPT, max_tokens=9)
-            decode.obey(admit=pb.Admit(key=KEY, spec=spec))
+            decode.dispatch(admit=pb.Admit(key=KEY, spec=spec))
             taker = taker_of(decode.hello())
-            prefill.obey(prefill=pb.Prefill(key=KEY, spec=spec, taker=taker))
+            prefill.dispatch(prefill=pb.Prefill(key=KEY, spec=spec, taker=taker))
             accepted = prefill.outbox.only("accepted")
-            decode.obey(fetch=pb.Fetch(key=KEY, handle=accepted.handle, ticket=accepted.ticket))
+            decode.dispatch(fetch=pb.Fetch(key=KEY, handle=accepted.handle, ticket=accepted.ticket))
             done = await prefill.until("done")
             assert (await decode.until("fetched")).num_tokens == len(PROMPT)
-            decode.obey(start=pb.Start(key=KEY, first_tokens=done.first_tokens))
+            decode.dispatch(start=pb.Start(key=KEY, first_tokens=done.first_tokens))
             assert (await decode.until("ended")).code == 0
             assert (await prefill.until("ended")).code == 0
-            assert not prefill.commands.legs and not decode.commands.legs
+            assert not prefill.dispatcher.legs and not decode.dispatcher.legs
             assert len(prefill.ended) == len(decode.ended) == 1
             rows = [token for row in decode.outbox.runs for token in row.token_ids]
             return [done.first_tokens[0].token_id, *rows]
@@ -104,8 +104,8 @@ def test_two_halves_answer_as_one_engine(model):
 def test_a_half_leaves_the_other_roles_commands_alone(model):
     async def main():
         async with Half(model, prefill_worker.states.TRANSITIONS) as half:
-            half.obey(admit=pb.Admit(key=KEY, spec=make_spec(PROMPT)))
-            assert not half.outbox.events and not half.commands.legs
+            half.dispatch(admit=pb.Admit(key=KEY, spec=make_spec(PROMPT)))
+            assert not half.outbox.events and not half.dispatcher.legs
 
     run(main)
 
@@ -125,7 +125,7 @@ def test_a_worker_whose_states_are_on_a_gpu_serves_alone_and_says_so(tmp_path, m
     try:
         assert half.transfer.gives and half.transfer.takes and "states on a GPU" not in caplog.text
         monkeypatch.setattr(half.engine.pool, "device", torch.device("cuda", 0))
-        alone = KVTransfer(half.engine, half.memory, half.identity, half.settings, Guard(is_open=True))
+        alone = KVEndpoints(half.engine, half.memory, half.identity, half.settings, Guard(is_open=True))
         assert not alone.gives and not alone.takes and "states on a GPU do not cross" in caplog.text
     finally:
         half.memory.close()

@@ -353,8 +353,8 @@ def test_a_lost_stream_gives_everything_back(model, slow):
                 await watcher.wait_idle()
                 assert not watcher.ended, "another gateway heard of it"
                 await watcher.close()
-            assert not prefill.commands.legs
-            assert {leg.state for leg in decode.commands.legs.values()} <= {LegState.ORPHANED}
+            assert not prefill.dispatcher.legs
+            assert {leg.state for leg in decode.dispatcher.legs.values()} <= {LegState.ORPHANED}
 
     run(main)
 

@@ -12,7 +12,7 @@ from baton.service.logs import fields
 from baton.service.net.server import Health
 from baton.service.observe.core_wait import CoreWait
 from baton.worker.observe.tables import Tables
-from baton.worker.session.commands import Commands
+from baton.worker.session.leg_dispatcher import LegDispatcher
 from baton.worker.session.sessions import Sessions
 from baton.worker.wire import messages
 
@@ -34,7 +34,7 @@ class Reports:
     """Send reports until `run` is cancelled. Used in the event loop only."""
 
     def __init__(
-        self, engine: Engine, loop: EngineLoop, commands: Commands, sessions: Sessions, health: Health,
+        self, engine: Engine, loop: EngineLoop, dispatcher: LegDispatcher, sessions: Sessions, health: Health,
         tables: Tables, changed: asyncio.Event, longest_step_s: float = 0.0,
     ):  # fmt: skip
         """Report when `changed` is set, which means that the load has changed, and every LOAD_INTERVAL_S.
@@ -42,7 +42,7 @@ class Reports:
         self._patience_s = max(STALLED_AFTER_S, SLOWER_THAN_BEST * longest_step_s)
         self._engine = engine
         self._loop = loop
-        self._commands = commands
+        self._dispatcher = dispatcher
         self._sessions = sessions
         self._health = health
         self._tables = tables
@@ -58,7 +58,7 @@ class Reports:
             return "stalled"
         if self._silent_s > self._patience_s:
             return "compiling" if self._is_compiling else "stalled"
-        return "draining" if self._commands.is_draining else "serving"
+        return "draining" if self._dispatcher.is_draining else "serving"
 
     @property
     def _silent_s(self) -> float:
@@ -118,7 +118,7 @@ class Reports:
     def _check_integrity(self) -> None:
         """Check the ledger when nothing runs, if something has run since the last check."""
         now, step = time.monotonic(), self._engine.step_number
-        is_idle = not self._commands.legs and not self._engine.has_work()
+        is_idle = not self._dispatcher.legs and not self._engine.has_work()
         if not is_idle or step == self._checked_step or now - self._checked_at < INTEGRITY_INTERVAL_S:
             return
         self._checked_at, self._checked_step = now, step

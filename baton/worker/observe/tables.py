@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from baton.engine.engine import Engine
 from baton.worker.kv.handoff import Leaseholders
 from baton.worker.kv.intake import Intake
-from baton.worker.session.commands import Commands
+from baton.worker.session.leg_dispatcher import LegDispatcher
 from baton.worker.session.sessions import Sessions
 from kvtransfer.transfer.source import Source
 
@@ -17,7 +17,7 @@ class Tables:
     """The tables of a worker."""
 
     engine: Engine
-    commands: Commands
+    dispatcher: LegDispatcher
     holders: Leaseholders
     intake: Intake
     source: Source
@@ -25,7 +25,7 @@ class Tables:
 
     def counts(self) -> dict[str, int]:
         """Return the entries by table; legs also by state, for states that have any."""
-        legs = self.commands.legs.values()
+        legs = self.dispatcher.legs.values()
         by_state = Counter(leg.state.value for leg in legs)
         return {
             "keys": len(legs),

@@ -20,8 +20,8 @@ from baton.service.security.tls import Tls
 from baton.worker.kv.convert import convert_rows
 from baton.worker.kv.pool_memory import PoolMemory
 from baton.worker.kv.security import kv_security
-from baton.worker.ranks.group import sharding_of
 from baton.worker.ranks.notes import END_S, LocalStream, OpenOrder
+from baton.worker.ranks.rank_pools import sharding_of
 from baton.worker.ranks.source import RankSource
 from baton.worker.ranks.taker import RankTaker
 from kvtransfer.errors import KVError

@@ -89,7 +89,7 @@ class RankFetches:
         return FetchReport(**heard["report"])
 
 
-class GroupFetcher:
+class RankedFetcher:
     """Pull with the first rank's Fetcher and those of the other ranks at the same time."""
 
     def __init__(self, own: Fetcher, others: Sequence[RankFetches]):

@@ -13,8 +13,8 @@ import secrets
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 
-from baton.worker.ranks.group import KVRank
 from baton.worker.ranks.notes import DeviceSettings, OpenOrder
+from baton.worker.ranks.rank_pools import KVRank
 from kvtransfer.errors import LeaseExpired
 from kvtransfer.layout import BlockRef, Endpoint, Part
 from kvtransfer.transfer.leases import CANCELLED, RELEASED
@@ -26,7 +26,7 @@ OPEN_S = 10.0  # for the ranks to open their ports
 
 
 @dataclass(slots=True)
-class _GroupLease:
+class _RankedLease:
     """One lease: the ranks where it has not ended, whether it has ended here, and how it first ended otherwise than
     released."""
 
@@ -36,7 +36,7 @@ class _GroupLease:
     ending: str = RELEASED  # unless it ends otherwise on some rank
 
 
-class GroupSource:
+class RankedSource:
     """Lease by this rank's Source and those of the other ranks, as Handoff needs it. Used in the event loop only. `own`
     is set when the Source is made."""
 
@@ -48,7 +48,7 @@ class GroupSource:
         self._ranks, self._on_lease_end = ranks, on_lease_end
         self._givers = [index for index, rank in enumerate(ranks) if rank.box is not None]
         self.mint_key = secrets.token_bytes(32)
-        self._leases: dict[Hashable, _GroupLease] = {}
+        self._leases: dict[Hashable, _RankedLease] = {}
         self._endpoints: list[asyncio.Future[tuple[Endpoint, ...]]] = []
 
     async def start(self, identity: SourceIdentity, ttl_s: float, is_strict: bool, settings: DeviceSettings) -> None:
@@ -85,7 +85,7 @@ class GroupSource:
             lease_id=lease_id,
             states=states,
         )
-        self._leases[key] = _GroupLease(lease_id, set(self._givers))
+        self._leases[key] = _RankedLease(lease_id, set(self._givers))
         self._send_note(
             lease_id, "offer", blocks=[list(block) for block in blocks], num_tokens=num_tokens,
             span_hashes=[name.hex() for name in span_hashes], chain_parent=chain_parent.hex(),
@@ -154,7 +154,7 @@ class GroupSource:
     def _key_of(self, lease_id: bytes) -> Hashable | None:
         return next((key for key, lease in self._leases.items() if lease.lease_id == lease_id), None)
 
-    def _give_up(self, lease: _GroupLease, ending: str) -> None:
+    def _give_up(self, lease: _RankedLease, ending: str) -> None:
         if ending != RELEASED and lease.ending == RELEASED:
             lease.ending = ending
             self._send_note(lease.lease_id, "cancel")

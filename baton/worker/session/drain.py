@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 from baton.service.errors import FailedPrecondition
 from baton.service.logs import fields
-from baton.worker.session.commands import Commands
+from baton.worker.session.leg_dispatcher import LegDispatcher
 from baton.worker.session.sessions import Sessions
 
 ASK_S = 0.5  # for gateways to find other workers, which then ask for the KV of requests that move
@@ -27,12 +27,12 @@ log = logging.getLogger(__name__)
 class Drain:
     """Drain the worker once it is asked to. Called in the event loop."""
 
-    def __init__(self, commands: Commands, sessions: Sessions, grace_s: float):
+    def __init__(self, dispatcher: LegDispatcher, sessions: Sessions, grace_s: float):
         """Drain within `grace_s`, in which running requests may end, unless a Drain call names another grace."""
         self.asked = asyncio.Event()
         self.next_role = ""
         self.stays_away = False
-        self._commands = commands
+        self._dispatcher = dispatcher
         self._sessions = sessions
         self._grace_s = grace_s
         self._until = math.inf  # when the grace ends, on time.monotonic()
@@ -49,7 +49,7 @@ class Drain:
         elif grace_s:
             self._begin(grace_s)
         self.stays_away |= stay_away
-        return self._commands.legs.num_busy
+        return self._dispatcher.legs.num_busy
 
     async def end_on(self, stop: asyncio.Event) -> None:
         """Wait for the signal to end; then begin to drain, or shorten the grace to the worker's own. No other role
@@ -60,11 +60,11 @@ class Drain:
 
     async def run(self) -> None:
         """Drain until all sessions are closed; this takes the grace and the times above at most."""
-        legs = self._commands.legs
+        legs = self._dispatcher.legs
         log.info("draining %s", fields(keys=legs.num_busy, grace_s=self._until - time.monotonic()))
         if not await _until(lambda: not legs.num_busy, lambda: self._until):
             log.warning("the grace is over: running requests move to other workers %s", fields(keys=legs.num_busy))
-            self._commands.on_grace_over()
+            self._dispatcher.on_grace_over()
             await asyncio.sleep(ASK_S)
             if not await _until(lambda: not legs.num_busy, _in(SETTLE_S)):
                 log.error("some keys did not end %s", fields(keys=legs.num_busy))
@@ -73,7 +73,7 @@ class Drain:
 
     def _begin(self, grace_s: float) -> None:
         self._until = min(self._until, time.monotonic() + grace_s)
-        self._commands.start_draining()
+        self._dispatcher.start_draining()
         self.asked.set()
 
 

@@ -7,75 +7,75 @@ from baton.engine.core.request import Refusal, RequestEnded
 from baton.service.codec import key_to_proto
 from baton.v1 import worker_pb2 as pb
 from baton.worker.legs.leg import Leg
-from baton.worker.session.lifecycle import Lifecycle
+from baton.worker.session.leg_machine import LegMachine
 from baton.worker.wire import end_status, messages
 from baton.worker.wire.end_status import Status
 
 IN_USE_RETRY_S = 0.05
 
 
-def ignore(lifecycle: Lifecycle, leg: Leg, subject: object) -> None:
+def ignore(machine: LegMachine, leg: Leg, payload: object) -> None:
     """Do nothing: for a command that crossed the leg's Ended, or an output of a leg that is ending."""
 
 
-def refuse_in_use(lifecycle: Lifecycle, leg: Leg, subject: object) -> None:
+def refuse_in_use(machine: LegMachine, leg: Leg, payload: object) -> None:
     """Refuse a command that would open a leg whose key is in use."""
     leg.outbox.reply(messages.refused(leg.key, "in_use", IN_USE_RETRY_S))
 
 
-def refuse(lifecycle: Lifecycle, leg: Leg, refusal: Refusal) -> None:
+def refuse(machine: LegMachine, leg: Leg, refusal: Refusal) -> None:
     """Refuse a command that could not open its leg: there is no room, or the worker drains."""
     leg.outbox.reply(messages.refused(leg.key, refusal.reason, refusal.retry_after_s))
 
 
-def end(lifecycle: Lifecycle, leg: Leg, status: Status | None) -> None:
-    lifecycle.give_back(leg, status)
+def end(machine: LegMachine, leg: Leg, status: Status | None) -> None:
+    machine.give_back(leg, status)
 
 
-def end_misplaced(lifecycle: Lifecycle, leg: Leg, message: object) -> None:
-    lifecycle.give_back(leg, end_status.misplaced(type(message).__name__))
+def end_misplaced(machine: LegMachine, leg: Leg, message: object) -> None:
+    machine.give_back(leg, end_status.misplaced(type(message).__name__))
 
 
-def end_cancelled(lifecycle: Lifecycle, leg: Leg, message: pb.Cancel) -> None:
-    lifecycle.give_back(leg, end_status.OK if message.answered else end_status.CANCELLED)
+def end_cancelled(machine: LegMachine, leg: Leg, message: pb.Cancel) -> None:
+    machine.give_back(leg, end_status.OK if message.answered else end_status.CANCELLED)
 
 
-def end_deadline(lifecycle: Lifecycle, leg: Leg, subject: None) -> None:
-    lifecycle.give_back(leg, end_status.DEADLINE)
+def end_deadline(machine: LegMachine, leg: Leg, payload: None) -> None:
+    machine.give_back(leg, end_status.DEADLINE)
 
 
-def end_stream_lost(lifecycle: Lifecycle, leg: Leg, subject: None) -> None:
-    lifecycle.give_back(leg, end_status.STREAM_LOST)
+def end_stream_lost(machine: LegMachine, leg: Leg, payload: None) -> None:
+    machine.give_back(leg, end_status.STREAM_LOST)
 
 
-def end_draining(lifecycle: Lifecycle, leg: Leg, subject: None) -> None:
-    lifecycle.give_back(leg, end_status.DRAINING)
+def end_draining(machine: LegMachine, leg: Leg, payload: None) -> None:
+    machine.give_back(leg, end_status.DRAINING)
 
 
-def end_with_engine(lifecycle: Lifecycle, leg: Leg, ended: RequestEnded) -> None:
+def end_with_engine(machine: LegMachine, leg: Leg, ended: RequestEnded) -> None:
     """End with the status of the engine."""
-    lifecycle.give_back(leg, end_status.of_engine(ended))
+    machine.give_back(leg, end_status.of_engine(ended))
 
 
-def give_back_rest(lifecycle: Lifecycle, leg: Leg, ending: str) -> None:
+def give_back_rest(machine: LegMachine, leg: Leg, ending: str) -> None:
     """Ask for what an ending leg could not give back before its lease was over."""
-    lifecycle.give_back(leg, None)
+    machine.give_back(leg, None)
 
 
-def settle(lifecycle: Lifecycle, leg: Leg, subject: object) -> None:
+def settle(machine: LegMachine, leg: Leg, payload: object) -> None:
     """Remove the leg if nothing is out any more. The engine's status counts if the leg has none."""
-    if leg.status is None and isinstance(subject, RequestEnded):
-        leg.status = end_status.of_engine(subject)
-    lifecycle.settle(leg)
+    if leg.status is None and isinstance(payload, RequestEnded):
+        leg.status = end_status.of_engine(payload)
+    machine.settle(leg)
 
 
-def report_end(lifecycle: Lifecycle, leg: Leg, subject: None) -> None:
+def report_end(machine: LegMachine, leg: Leg, payload: None) -> None:
     """Report the end of a leg to its gateway, if the session lives, and to metrics and spans."""
     leg.status = leg.status or end_status.CANCELLED
     if not leg.is_stream_lost:
         _send_end(leg)
-    lifecycle.on_ended(leg)
-    lifecycle.on_change()
+    machine.on_ended(leg)
+    machine.on_change()
 
 
 def _send_end(leg: Leg) -> None:

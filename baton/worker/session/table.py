@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 from baton.worker.legs.states import LIVE, OPENED, OPENING, LegEvent, LegState
 from baton.worker.session import endings, offers
-from baton.worker.session.lifecycle import LegTransition, Table
+from baton.worker.session.leg_machine import LegTransition, Table
 
 
 def join_tables(*roles: Table) -> Table:

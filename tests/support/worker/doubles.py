@@ -8,8 +8,8 @@ import prefill_worker.states
 from baton.engine.core.request import Acceptance, Key, RequestEnded
 from baton.v1 import worker_pb2 as pb
 from baton.worker.kv.handoff import OnLeaseEnd
-from baton.worker.session.commands import Commands
-from baton.worker.session.lifecycle import Lifecycle
+from baton.worker.session.leg_dispatcher import LegDispatcher
+from baton.worker.session.leg_machine import LegMachine
 from baton.worker.session.table import join_tables
 from baton.worker.wire.end_status import Status
 from kvtransfer.errors import LeaseExpired
@@ -143,23 +143,23 @@ class LifecycleHarness:
     def __init__(self, resume_window_s: float = 60.0, engine=None, table=TABLE):
         self.engine, self.handoff, self.intake = engine or EngineDouble(), HandoffDouble(), IntakeDouble()
         self.ended: list = []
-        self.lifecycle = Lifecycle(
+        self.machine = LegMachine(
             table, self.engine, self.handoff, self.intake, on_change=lambda: None, on_ended=self.ended.append,
             resume_window_s=resume_window_s,
         )  # fmt: skip
-        self.commands = Commands(self.lifecycle)
+        self.dispatcher = LegDispatcher(self.machine)
         self.outbox = OutboxDouble()
         self.other = OutboxDouble()  # of another session
 
     def leg(self, key: Key):
         """By the name that it began with."""
-        return self.commands.legs.of_engine(key)
+        return self.dispatcher.legs.of_engine(key)
 
-    def obey(self, outbox=None, **command):
-        self.commands.obey(outbox or self.outbox, pb.Command(**command))
+    def dispatch(self, outbox=None, **command):
+        self.dispatcher.dispatch(outbox or self.outbox, pb.Command(**command))
 
     def engine_ends(self, key: Key, error: str = "", message: str = ""):
-        self.commands.on_outputs([RequestEnded(key, error, message)])
+        self.dispatcher.on_outputs([RequestEnded(key, error, message)])
 
     def come_home(self, key: Key):
         """Everything that is still out for the key comes back, as it would in time."""

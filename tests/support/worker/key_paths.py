@@ -58,32 +58,32 @@ _COMMANDS = {
 
 def make_happen(harness: LifecycleHarness, event: LegEvent) -> None:
     """In the way in which the event does happen."""
-    leg, commands, intake = harness.leg(KEY), harness.commands, harness.intake
+    leg, dispatcher, intake = harness.leg(KEY), harness.dispatcher, harness.intake
     match event:
         case LegEvent.ATTACH:
-            harness.obey(harness.other, **_COMMANDS[event])
+            harness.dispatch(harness.other, **_COMMANDS[event])
         case _ if event in _COMMANDS:
-            harness.obey(**_COMMANDS[event])
+            harness.dispatch(**_COMMANDS[event])
         case LegEvent.PROGRESS:
-            commands.on_outputs([Progress(KEY, 64, 2)])
+            dispatcher.on_outputs([Progress(KEY, 64, 2)])
         case LegEvent.PREFILL_DONE:
-            commands.on_outputs([DONE])
+            dispatcher.on_outputs([DONE])
         case LegEvent.ENGINE_ENDED:
             harness.engine_ends(KEY)
         case LegEvent.STREAM_LOST:
-            commands.on_stream_lost(harness.outbox)
+            dispatcher.on_stream_lost(harness.outbox)
         case LegEvent.GRACE_OVER:
-            commands.on_grace_over()
+            dispatcher.on_grace_over()
         case LegEvent.UNREAD:
             harness.outbox.has_room = False
-            commands.on_outputs([TokenRun(KEY, 0, 1, (5,))])
+            dispatcher.on_outputs([TokenRun(KEY, 0, 1, (5,))])
             harness.outbox.has_room = True
         case LegEvent.TOKENS:
-            commands.on_outputs([TokenRun(KEY, 0, 1, (5,))])
+            dispatcher.on_outputs([TokenRun(KEY, 0, 1, (5,))])
         case LegEvent.STOP if leg is not None:
-            harness.lifecycle.stop(leg, FAILED)
+            harness.machine.stop(leg, FAILED)
         case LegEvent.READ:
-            commands.on_read(KEY)
+            dispatcher.on_read(KEY)
         case LegEvent.FETCHED if KEY in intake.running:
             intake.end(KEY, REPORT)
         case LegEvent.FETCH_FAILED if KEY in intake.running:
@@ -91,7 +91,7 @@ def make_happen(harness: LifecycleHarness, event: LegEvent) -> None:
         case LegEvent.LEASE_OVER if KEY in harness.handoff.leased:
             harness.handoff.end(KEY)
         case _ if leg is not None:  # cannot happen by itself in this state; the table still says what would follow
-            harness.lifecycle.happen(leg, event, None)
+            harness.machine.happen(leg, event, None)
 
 
 def run(check) -> None:

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from baton.worker.kv_transfer import usable_transports
+from baton.worker.kv_endpoints import usable_transports
 from kvtransfer.transports import transport
 
 

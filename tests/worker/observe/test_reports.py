@@ -24,10 +24,10 @@ class ReportsHarness:
             runner=SimpleNamespace(launcher=SimpleNamespace(compiling=watch)),
         )  # fmt: skip
         self.engine, self.loop = engine, SimpleNamespace(last_beat=now - silent_s, is_alive=True)
-        commands = SimpleNamespace(is_draining=False, legs={})
+        dispatcher = SimpleNamespace(is_draining=False, legs={})
         self.health: dict[str, bool] = {}
         health = SimpleNamespace(set=self.health.__setitem__)
-        self.reports = Reports(engine, self.loop, commands, None, health, None, None)
+        self.reports = Reports(engine, self.loop, dispatcher, None, health, None, None)
 
 
 @pytest.fixture

@@ -45,7 +45,7 @@ def emit(harness: LifecycleHarness) -> None:
 
 
 def cancel(harness: LifecycleHarness, is_answered: bool) -> None:
-    harness.obey(cancel=pb.Cancel(key=pb.Key(request_id=KEY.request_id, attempt=KEY.attempt), answered=is_answered))
+    harness.dispatch(cancel=pb.Cancel(key=pb.Key(request_id=KEY.request_id, attempt=KEY.attempt), answered=is_answered))
 
 
 async def test_a_prompt_behind_a_fetched_prefix_is_read_when_that_is_here(emitted, monkeypatch):
@@ -80,7 +80,7 @@ async def test_how_the_answer_ended_is_on_the_spans_of_its_decoding(emitted, end
         make_happen(harness, LegEvent.DEADLINE)
     else:
         cancel(harness, ending == "answered")
-    harness.commands.on_outputs([RequestEnded(KEY, "cancelled", report=DecodeReport(num_steps=3))])
+    harness.dispatcher.on_outputs([RequestEnded(KEY, "cancelled", report=DecodeReport(num_steps=3))])
     emit(harness)
     told = {name: (span.status, span.error_type) for name, span in emitted.items()}
     assert told["decode"] == told["decode.steps"] == ENDINGS[ending]

@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from baton.worker.ranks import fetches
-from baton.worker.ranks.fetches import GroupFetcher, RankFetches
+from baton.worker.ranks.fetches import RankedFetcher, RankFetches
 from baton.worker.ranks.notes import LocalStream
 from baton.worker.ranks.taker import RankTaker
 from kvtransfer.errors import DigestMismatch, PeerLost
@@ -85,14 +85,14 @@ async def group(monkeypatch):
         ends.append(theirs)
     for stream in (*streams, *ends):
         await stream.start()
-    yield GroupFetcher(pulling[0], others), pulling, ends
+    yield RankedFetcher(pulling[0], others), pulling, ends
     for stream in ends:
         stream._writer.close()
     for stream in streams:
         await stream.stop()
 
 
-def begin(fetcher: GroupFetcher, destination: Destination) -> asyncio.Task:
+def begin(fetcher: RankedFetcher, destination: Destination) -> asyncio.Task:
     return asyncio.create_task(fetcher.fetch(b"handle", b"ticket", destination, math.inf))
 
 

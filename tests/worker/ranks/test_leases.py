@@ -7,8 +7,8 @@ from typing import Any, cast
 
 import pytest
 
-from baton.worker.ranks.group import KVRank, gives, sharding_of
-from baton.worker.ranks.leases import GroupSource
+from baton.worker.ranks.leases import RankedSource
+from baton.worker.ranks.rank_pools import KVRank, gives, sharding_of
 from kvtransfer.errors import LeaseExpired
 from kvtransfer.layout import BlockRef, Box, KVGroup, KVLayout
 from kvtransfer.memory.reshard import Sharding
@@ -52,7 +52,7 @@ class GroupHarness:
         own = of_heads(LAYOUT, 4)
         boxes = gives(own)
         streams = [KVRank(rank, box) for rank, box in zip(self.ranks, boxes[1:], strict=True)]
-        self.source = GroupSource(streams, lambda key, ending: self.endings.append(ending))
+        self.source = RankedSource(streams, lambda key, ending: self.endings.append(ending))
         self.own = self.source.own = Source(
             LocalPool.of(bytearray(8 * own.pool_layout.block_bytes), own),
             SourceIdentity(INSTANCE, 1, b"m" * 32, "exact"), "host", self.source.own_lease_ended,

@@ -17,7 +17,7 @@ from baton.v1 import worker_pb2 as pb
 from baton.worker.session import adapters
 from baton.worker.session.adapter_records import FOLDER, AdapterRecords
 from baton.worker.session.adapters import LiveAdapters
-from baton.worker.session.session import WorkerService
+from baton.worker.session.service import WorkerService
 from baton.worker.session.sessions import Sessions
 from baton.worker.wire.outbox import Outbox
 from tests.support.pace import patience
@@ -126,8 +126,8 @@ class Context:
 async def test_a_gateway_that_is_being_greeted_is_told(root):
     harness, context = AdaptersHarness(root), Context()
     harness.engine.may_read.set()
-    commands: Any = SimpleNamespace(on_read=None, on_stream_lost=lambda outbox: None)
-    service = WorkerService(commands, harness.sessions, None, harness.adapters, harness.hello)
+    dispatcher: Any = SimpleNamespace(on_read=None, on_stream_lost=lambda outbox: None)
+    service = WorkerService(dispatcher, harness.sessions, None, harness.adapters, harness.hello)
 
     async def sent():
         yield pb.Command(hello=pb.Hello(protocol_min=1, protocol_max=1, instance=b"gateway"))

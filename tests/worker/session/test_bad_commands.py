@@ -133,15 +133,15 @@ class ToyHarness(LifecycleHarness):
         for _ in range(count):
             outputs = self.engine.step()
             self.records.take([output for output in outputs if output.key == self.canary.key])
-            self.commands.on_outputs([output for output in outputs if output.key != self.canary.key])
+            self.dispatcher.on_outputs([output for output in outputs if output.key != self.canary.key])
 
     def check(self, caplog) -> None:
         self.steps(14)
         assert self.records[self.canary.key].answer() == toy_answer(self.canary)
-        for leg in list(self.commands.legs.values()):
-            self.obey(cancel=pb.Cancel(key=key_to_proto(leg.key)))
+        for leg in list(self.dispatcher.legs.values()):
+            self.dispatch(cancel=pb.Cancel(key=key_to_proto(leg.key)))
         self.steps(2)
-        assert not self.commands.legs and not self.engine.admission.groups
+        assert not self.dispatcher.legs and not self.engine.admission.groups
         self.engine.check_integrity()
         assert self.engine.ledger.num_available == self.engine.num_blocks
         assert "key failed" not in caplog.text, caplog.text
@@ -166,7 +166,7 @@ SETTINGS = settings(max_examples=75, suppress_health_check=list(HealthCheck))
 def test_any_numbers_in_a_request(caplog, spec, kind):
     async def main():
         harness = ToyHarness()
-        harness.obey(**{kind: getattr(pb, kind.capitalize())(key=ONE, spec=spec)})
+        harness.dispatch(**{kind: getattr(pb, kind.capitalize())(key=ONE, spec=spec)})
         harness.check(caplog)
 
     caplog.clear()
@@ -182,15 +182,15 @@ def test_any_numbers_in_first_tokens(caplog, tokens):
     async def main():
         harness = ToyHarness()
         key, source = Key("bad"), toy_engine()
-        harness.obey(admit=pb.Admit(key=ONE, spec=good_spec()))
+        harness.dispatch(admit=pb.Admit(key=ONE, spec=good_spec()))
         acceptance = source.admission.accept(request_of(key, good_spec(), VOCAB))
         source.step()
         copy_kv(source, acceptance.blocks, harness.engine, harness.engine.admission.set_aside(key, NUM_TOKENS))
         harness.engine.admission.verify(key, NUM_TOKENS)
         harness.engine.admission.fetch_settled(key)
-        harness.obey(fetch=pb.Fetch(key=ONE))
+        harness.dispatch(fetch=pb.Fetch(key=ONE))
         harness.intake.end(key, FETCHED)
-        harness.obey(start=pb.Start(key=ONE, first_tokens=tokens))
+        harness.dispatch(start=pb.Start(key=ONE, first_tokens=tokens))
         harness.check(caplog)
 
     caplog.clear()
@@ -229,20 +229,20 @@ async def test_the_name_of_a_key_that_goes_on_by_another_is_taken():
     """Its tokens still come by the engine's name, which no other key may have until then."""
     harness, key = LifecycleHarness(), Key("one", 1)
     first, second = key_to_proto(key), pb.Key(request_id="one", attempt=2)
-    harness.obey(admit=pb.Admit(key=first, spec=make_spec()))
-    harness.obey(fetch=pb.Fetch(key=first))
+    harness.dispatch(admit=pb.Admit(key=first, spec=make_spec()))
+    harness.dispatch(fetch=pb.Fetch(key=first))
     harness.intake.end(key, FETCHED)
-    harness.obey(start=pb.Start(key=first, first_tokens=[pb.FirstToken(token_id=7)]))
-    harness.obey(harness.other, attach=pb.Attach(key=second, next_index=[1], budget_ms=60_000))
+    harness.dispatch(start=pb.Start(key=first, first_tokens=[pb.FirstToken(token_id=7)]))
+    harness.dispatch(harness.other, attach=pb.Attach(key=second, next_index=[1], budget_ms=60_000))
     harness.engine.answer["admit"] = ValueError("in use")  # what an engine says
-    harness.obey(admit=pb.Admit(key=first, spec=make_spec()))
+    harness.dispatch(admit=pb.Admit(key=first, spec=make_spec()))
     assert harness.outbox.only("refused").reason == "in_use"
-    harness.commands.on_outputs([TokenRun(key, 0, 1, (8,))])
+    harness.dispatcher.on_outputs([TokenRun(key, 0, 1, (8,))])
     assert harness.other.runs[-1] == TokenRun(Key("one", 2), 0, 1, (8,))
-    harness.commands.on_outputs([RequestEnded(key)])
-    assert harness.other.only("ended").code == 0 and not harness.commands.legs
+    harness.dispatcher.on_outputs([RequestEnded(key)])
+    assert harness.other.only("ended").code == 0 and not harness.dispatcher.legs
     harness.engine.answer["admit"] = 0
-    harness.obey(admit=pb.Admit(key=first, spec=make_spec()))  # free again
+    harness.dispatch(admit=pb.Admit(key=first, spec=make_spec()))  # free again
     assert harness.leg(key).state is LegState.ADMITTED
 
 
@@ -250,11 +250,11 @@ async def test_a_token_that_cannot_be_told_ends_its_key_alone():
     harness = LifecycleHarness()
     keys = [Key(name) for name in ("bad", "good")]
     for key in keys:
-        harness.obey(prefill=pb.Prefill(key=key_to_proto(key), spec=make_spec()))
+        harness.dispatch(prefill=pb.Prefill(key=key_to_proto(key), spec=make_spec()))
     for key in keys:
         leg = harness.leg(key)
         leg.record = None if key.request_id == "bad" else _Record()
-    harness.commands.on_outputs([TokenRun(key, 0, 1, (8,)) for key in keys])
+    harness.dispatcher.on_outputs([TokenRun(key, 0, 1, (8,)) for key in keys])
     assert [run.key for run in harness.outbox.runs] == [Key("good")]
     assert harness.leg(keys[0]).state is LegState.ENDING and ("cancel", keys[0]) in harness.engine.calls
 

@@ -210,8 +210,8 @@ def test_what_cannot_be_asked(model, request_, field):
 async def test_a_sequence_that_nobody_reads_is_not_waited_for():
     harness, ended = LifecycleHarness(), []
     bring_to(harness, LegState.ORPHANED)
-    drain = Drain(harness.commands, SimpleNamespace(outboxes=(), hang_up=lambda: ended.append(True)), grace_s=3000)
-    assert drain.ask("", 0) == 0 and harness.commands.legs
+    drain = Drain(harness.dispatcher, SimpleNamespace(outboxes=(), hang_up=lambda: ended.append(True)), grace_s=3000)
+    assert drain.ask("", 0) == 0 and harness.dispatcher.legs
     async with asyncio.timeout(patience(2)):
         await drain.run()
     assert ended

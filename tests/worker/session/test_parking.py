@@ -35,7 +35,7 @@ async def decode_worker(model, step_s: float = 0.0, **options):
         step = worker.engine.step
 
         def slow_step():
-            time.sleep(0.0 if WHOLE in worker.commands.legs else step_s)
+            time.sleep(0.0 if WHOLE in worker.dispatcher.legs else step_s)
             return step()
 
         worker.engine.step = slow_step
@@ -95,7 +95,7 @@ def test_attach_goes_on(model, sampling, is_same_gateway):
             assert answer.token_ids == expected.token_ids and answer.finish_reasons == expected.finish_reasons
             assert answer.logprobs == expected.logprobs
             await second.wait_idle()
-            assert not worker.commands.legs
+            assert not worker.dispatcher.legs
             for session in (first, second):
                 await session.close()
 
@@ -128,7 +128,7 @@ def test_a_lost_stream_stops_the_work_and_frees_the_blocks(model):
             await first.close()
             second = await Session(target).open()
             blocks = await second.wait_idle()
-            assert blocks["cached"] and worker.commands.legs
+            assert blocks["cached"] and worker.dispatcher.legs
             step = worker.engine.step_number
             await second.next_load(0.3)
             assert worker.engine.step_number == step, "it computed without a reader"
@@ -148,7 +148,7 @@ def test_a_gateway_that_comes_again_leaves_nothing_in_the_session_before(model):
             await first.next("broken", "granted")
             second = await Session(target, first._instance).open()
             async with asyncio.timeout(patience(5)):
-                while worker.commands.legs or len(worker.sessions.outboxes) > 1:
+                while worker.dispatcher.legs or len(worker.sessions.outboxes) > 1:
                     await asyncio.sleep(0.01)
             await second.wait_idle()
             for session in (first, second):
@@ -165,7 +165,7 @@ def test_the_window_passes(model):
             await first.close()
             second = await Session(target).open()
             async with asyncio.timeout(10):
-                while worker.commands.legs:
+                while worker.dispatcher.legs:
                     await asyncio.sleep(0.01)
             assert isinstance(await attach(second, "broken", [1]), pb.NotHere)
             await second.close()
@@ -193,7 +193,7 @@ def test_unread_tokens_park_one_sequence_only(model):
             outbox._write = held_write
             answer = await begin(slow, "slow", spec, 0)
             async with asyncio.timeout(10):
-                while not any(leg.state.value == "parked" for leg in worker.commands.legs.values()):
+                while not any(leg.state.value == "parked" for leg in worker.dispatcher.legs.values()):
                     await asyncio.sleep(0.01)
             quick = await Session(target).open()
             other = await Pair(quick, quick).generate_here("quick", spec)

@@ -14,7 +14,7 @@ from baton.engine.core.request import (
 from baton.v1 import worker_pb2 as pb
 from baton.worker.legs.states import OPENING, LegEvent, LegState
 from baton.worker.session.endings import ignore, refuse_in_use
-from baton.worker.session.lifecycle import LegTransition
+from baton.worker.session.leg_machine import LegTransition
 from baton.worker.session.table import join_tables
 from decode_worker.parking import attach as attach_action
 from tests.support.worker.doubles import TABLE, LifecycleHarness, make_spec
@@ -71,9 +71,9 @@ async def _check_cell(state: LegState, event: LegEvent) -> None:
 
     was_heard = leg is None or not leg.is_stream_lost
     if leg is not None and leg.state is not LegState.ENDING:
-        harness.lifecycle.happen(leg, LegEvent.CANCEL, pb.Cancel())
+        harness.machine.happen(leg, LegEvent.CANCEL, pb.Cancel())
     harness.come_home(KEY)
-    assert not harness.commands.legs, "something of it is still out"
+    assert not harness.dispatcher.legs, "something of it is still out"
     assert not harness.handoff.leased and not harness.intake.running
     opened = state is not LegState.ABSENT or event in OPENING
     assert len(harness.ended) == opened
@@ -94,7 +94,7 @@ def _check_refused(harness: LifecycleHarness, opening: LegEvent) -> None:
     make_happen(harness, opening)
     refused = harness.outbox.only("refused")
     assert (refused.reason, refused.retry_after_ms) == ("kv_full", 250)
-    assert harness.outbox.kinds() == ["refused"] and not harness.commands.legs and not harness.ended
+    assert harness.outbox.kinds() == ["refused"] and not harness.dispatcher.legs and not harness.ended
 
 
 def _check_attached(harness: LifecycleHarness, state: LegState) -> None:
@@ -150,7 +150,7 @@ def _let_with(harness: LifecycleHarness, event: LegEvent, is_gone: bool) -> None
         harness.engine.answer["offer"] = Acceptance((), 0)
     key = pb.Key(request_id=KEY.request_id, attempt=KEY.attempt)
     if event is LegEvent.ADMIT:
-        harness.obey(admit=pb.Admit(key=key, spec=make_spec(), prefill=True))
+        harness.dispatch(admit=pb.Admit(key=key, spec=make_spec(), prefill=True))
     elif is_gone and event is LegEvent.ENGINE_ENDED:
         harness.engine_ends(KEY, "failed")
     elif is_gone and event is LegEvent.TOKENS:
@@ -160,7 +160,7 @@ def _let_with(harness: LifecycleHarness, event: LegEvent, is_gone: bool) -> None
         message = pb.Prefill(key=key, spec=make_spec())
         message.taker.instance = b"taker"
         message.sources.add(handle=b"handle", ticket=b"ticket")
-        harness.obey(prefill=message)
+        harness.dispatch(prefill=message)
     else:
         make_happen(harness, event)
 
@@ -168,8 +168,8 @@ def _let_with(harness: LifecycleHarness, event: LegEvent, is_gone: bool) -> None
 def _watched(place, cell: LegTransition, reached: set) -> LegTransition:
     """The same, but it notes where the key is when its action returns."""
 
-    def action(lifecycle, leg, subject):
-        cell.action(lifecycle, leg, subject)
+    def action(machine, leg, payload):
+        cell.action(machine, leg, payload)
         is_gone = leg.state is LegState.ABSENT and cell.state is not LegState.ABSENT
         reached.add((*place, LegState.ENDING if is_gone else leg.state))
 
@@ -183,7 +183,7 @@ def test_a_state_is_set_in_one_place():
             for node in ast.walk(ast.parse(path.read_text())):
                 targets = node.targets if isinstance(node, ast.Assign) else []
                 found += [path.name for target in targets for each in ast.walk(target) if _is_state(each)]
-    assert found == ["leg.py", "lifecycle.py"], "a leg is made absent; all else is the table's"
+    assert found == ["leg.py", "leg_machine.py"], "a leg is made absent; all else is the table's"
 
 
 def _is_state(node: ast.AST) -> bool:

@@ -25,12 +25,12 @@ from tests.support.worker.key_paths import DONE, KEY, OTHER, PATHS, attach, brin
 def test_a_draining_worker_refuses_what_is_new_and_ends_what_runs():
     def check(harness):
         make_happen(harness, LegEvent.ADMIT)
-        harness.commands.start_draining()
+        harness.dispatcher.start_draining()
         other = pb.Key(request_id="other")
-        harness.obey(admit=pb.Admit(key=other, spec=make_spec()))
+        harness.dispatch(admit=pb.Admit(key=other, spec=make_spec()))
         assert harness.outbox.events[-1].refused.reason == "draining"
         make_happen(harness, LegEvent.PREFILL_HERE)
-        assert harness.commands.legs[KEY].state is LegState.RUNNING
+        assert harness.dispatcher.legs[KEY].state is LegState.RUNNING
 
     run(check)
 
@@ -45,17 +45,17 @@ def test_a_bad_command_ends_its_key_only(spec, names):
     def check(harness):
         if not names:
             del spec.span_hashes[:]
-        harness.obey(admit=pb.Admit(key=pb.Key(request_id="bad"), spec=spec))
+        harness.dispatch(admit=pb.Admit(key=pb.Key(request_id="bad"), spec=spec))
         ended = harness.outbox.only("ended")
         assert (ended.code, ended.reason) == (3, "BAD_COMMAND") and names in ended.message
-        assert not harness.engine.calls and not harness.commands.legs
+        assert not harness.engine.calls and not harness.dispatcher.legs
 
     run(check)
 
 
 def test_a_budget_that_is_used_up_costs_nothing():
     def check(harness):
-        harness.obey(admit=pb.Admit(key=pb.Key(request_id="late"), spec=make_spec(budget_ms=0)))
+        harness.dispatch(admit=pb.Admit(key=pb.Key(request_id="late"), spec=make_spec(budget_ms=0)))
         assert harness.outbox.only("ended").code == 4
         assert not harness.engine.calls
 
@@ -65,7 +65,7 @@ def test_a_budget_that_is_used_up_costs_nothing():
 def test_a_grant_that_is_not_used_lapses():
     async def main():
         harness = LifecycleHarness()
-        harness.obey(admit=pb.Admit(key=pb.Key(request_id=KEY[0], attempt=KEY[1]), spec=make_spec(budget_ms=200)))
+        harness.dispatch(admit=pb.Admit(key=pb.Key(request_id=KEY[0], attempt=KEY[1]), spec=make_spec(budget_ms=200)))
         while not harness.engine.count("cancel"):
             await asyncio.sleep(0.005)
         harness.come_home(KEY)
@@ -87,7 +87,7 @@ def test_blocks_are_given_back_when_their_lease_is_over(state, event):
         harness.handoff.end(KEY, "cancelled")
         assert harness.engine.count("cancel") == 1
         harness.come_home(KEY)
-        assert harness.outbox.only("ended").code and not harness.commands.legs
+        assert harness.outbox.only("ended").code and not harness.dispatcher.legs
 
     run(check)
 
@@ -99,7 +99,7 @@ def test_a_prompt_that_is_not_answered_is_granted_once_it_is_taken():
         spec = make_spec()
         spec.pooling.SetInParent()
         key = pb.Key(request_id=KEY[0], attempt=KEY[1])
-        harness.obey(prefill=pb.Prefill(key=key, spec=spec))
+        harness.dispatch(prefill=pb.Prefill(key=key, spec=spec))
         assert harness.outbox.kinds() == ["granted"] and harness.outbox.only("granted").key == key
         assert harness.engine.count("submit") == 1
 
@@ -118,8 +118,8 @@ def test_a_prompt_whose_adapter_has_no_slot_is_refused_at_once(monkeypatch):
         monkeypatch.setattr(engine.adapters, "wait", lambda identity: pytest.fail("the event loop waits"))
         harness, spec = LifecycleHarness(engine=engine), make_spec(adapter=bytes(32))
         spec.pooling.SetInParent()
-        harness.obey(prefill=pb.Prefill(key=pb.Key(request_id="r"), spec=spec))
-        assert harness.outbox.only("refused").reason == "adapter_loading" and not harness.commands.legs
+        harness.dispatch(prefill=pb.Prefill(key=pb.Key(request_id="r"), spec=spec))
+        assert harness.outbox.only("refused").reason == "adapter_loading" and not harness.dispatcher.legs
 
     run(check)
 
@@ -128,13 +128,13 @@ def test_another_gateways_key_is_not_touched():
     def check(harness):
         make_happen(harness, LegEvent.ADMIT)
         stranger, key = OutboxDouble(), pb.Key(request_id=KEY[0], attempt=KEY[1])
-        harness.obey(stranger, admit=pb.Admit(key=key, spec=make_spec()))
-        harness.obey(stranger, cancel=pb.Cancel(key=key))
-        harness.obey(stranger, start=pb.Start(key=key))
+        harness.dispatch(stranger, admit=pb.Admit(key=key, spec=make_spec()))
+        harness.dispatch(stranger, cancel=pb.Cancel(key=key))
+        harness.dispatch(stranger, start=pb.Start(key=key))
         assert stranger.kinds() == ["refused"] and stranger.only("refused").reason == "in_use"
-        assert harness.commands.legs[KEY].state is LegState.ADMITTED
-        harness.commands.on_stream_lost(stranger)
-        assert harness.commands.legs[KEY].state is LegState.ADMITTED
+        assert harness.dispatcher.legs[KEY].state is LegState.ADMITTED
+        harness.dispatcher.on_stream_lost(stranger)
+        assert harness.dispatcher.legs[KEY].state is LegState.ADMITTED
 
     run(check)
 
@@ -197,7 +197,7 @@ def test_not_here_is_the_whole_answer():
     def check(harness):
         offer = pb.Offer(key=pb.Key(request_id="chain"), budget_ms=1000)
         offer.spans.hashes.extend([b"h" * 32, b"i" * 32])
-        harness.obey(offer=offer)
+        harness.dispatch(offer=offer)
         assert not harness.outbox.events, "its blocks are still leased"
         harness.engine_ends(Key("chain"), "cancelled")
         assert harness.outbox.only("not_here").num_matched_tokens == 64 and harness.outbox.kinds() == ["not_here"]
@@ -210,7 +210,7 @@ def test_done_goes_out_before_the_tokens_and_ended_after_them():
         make_happen(harness, LegEvent.PREFILL_HERE)
         run_ = TokenRun(KEY, 0, 1, (4, 5))
         report = DecodeReport(0.1, 0.2, 0.3, 4, 5, waits=Waits(0.02, 0.01))
-        harness.commands.on_outputs([DONE, run_, RequestEnded(KEY, report=report)])
+        harness.dispatcher.on_outputs([DONE, run_, RequestEnded(KEY, report=report)])
         assert harness.outbox.kinds() == ["done", "ended"] and harness.outbox.runs == [run_]
         decode = harness.outbox.only("ended").decode
         assert (decode.num_steps, decode.num_preemptions) == (4, 5)
@@ -223,13 +223,13 @@ def test_done_goes_out_before_the_tokens_and_ended_after_them():
 def test_tokens_of_a_step_that_was_under_way_are_not_lost():
     def check(harness):
         bring_to(harness, LegState.ORPHANED)
-        harness.commands.on_outputs([TokenRun(KEY, 0, 1, (5, 6))])
+        harness.dispatcher.on_outputs([TokenRun(KEY, 0, 1, (5, 6))])
         assert not harness.outbox.runs
-        harness.obey(harness.other, attach=attach(next_index=[1]))
-        harness.commands.on_outputs([TokenRun(KEY, 0, 3, (8,)), RequestEnded(KEY)])
+        harness.dispatch(harness.other, attach=attach(next_index=[1]))
+        harness.dispatcher.on_outputs([TokenRun(KEY, 0, 3, (8,)), RequestEnded(KEY)])
         runs = [(run.key, run.first_index, run.token_ids) for run in harness.other.runs]
         assert runs == [(OTHER, 1, (5, 6)), (OTHER, 3, (8,))]
-        assert harness.other.only("ended").code == 0 and not harness.commands.legs
+        assert harness.other.only("ended").code == 0 and not harness.dispatcher.legs
 
     run(check)
 
@@ -238,13 +238,13 @@ def test_a_sequence_that_had_ended_is_read_to_its_end():
     def check(harness):
         bring_to(harness, LegState.ORPHANED)
         last = TokenRun(KEY, 0, 1, (5,), finish_reason=FinishReason.LENGTH)
-        harness.commands.on_outputs([last, RequestEnded(KEY)])
+        harness.dispatcher.on_outputs([last, RequestEnded(KEY)])
         assert harness.leg(KEY).state is LegState.ORPHANED
-        harness.obey(harness.other, attach=attach())
+        harness.dispatch(harness.other, attach=attach())
         (told,) = harness.other.runs
         assert (told.token_ids, told.finish_reason) == ((7, 5), FinishReason.LENGTH)
         assert harness.other.only("ended").code == 0
-        assert not harness.engine.count("resume") and not harness.commands.legs
+        assert not harness.engine.count("resume") and not harness.dispatcher.legs
 
     run(check)
 
@@ -259,7 +259,7 @@ def test_a_sequence_that_had_ended_is_read_to_its_end():
 def test_only_the_same_request_is_gone_on_with(fields):
     def check(harness):
         bring_to(harness, LegState.ORPHANED)
-        harness.obey(harness.other, attach=attach(**fields))
+        harness.dispatch(harness.other, attach=attach(**fields))
         assert harness.other.kinds() == ["not_here"]
         assert harness.leg(KEY).state is LegState.ORPHANED
 
@@ -273,7 +273,7 @@ def test_nobody_comes():
         while not harness.engine.count("cancel"):
             await asyncio.sleep(0.005)
         harness.engine_ends(KEY, "cancelled")
-        assert not harness.commands.legs and harness.ended[0].status.reason == "STREAM_LOST"
+        assert not harness.dispatcher.legs and harness.ended[0].status.reason == "STREAM_LOST"
 
     asyncio.run(main())
 
@@ -291,7 +291,7 @@ def test_a_parked_sequence_meets_the_deadline_of_who_attached():
     async def main():
         harness = LifecycleHarness()
         bring_to(harness, LegState.ORPHANED)
-        harness.obey(harness.other, attach=attach(budget_ms=30))
+        harness.dispatch(harness.other, attach=attach(budget_ms=30))
         while not harness.engine.count("cancel"):
             await asyncio.sleep(0.005)
         harness.engine_ends(KEY, "cancelled")
@@ -320,12 +320,12 @@ def test_a_key_that_cannot_be_given_back_takes_none_along(caplog):
         other = Key("other", 1)
         for key in (KEY, other):
             name = pb.Key(request_id=key.request_id, attempt=key.attempt)
-            harness.obey(admit=pb.Admit(key=name, spec=make_spec(), prefill=True))
-            harness.commands.on_outputs([replace(DONE, key=key)])
+            harness.dispatch(admit=pb.Admit(key=name, spec=make_spec(), prefill=True))
+            harness.dispatcher.on_outputs([replace(DONE, key=key)])
         harness.engine.answer["cancel"] = RuntimeError("a block that nobody holds")
         harness.leg(KEY).record = None  # its tokens find no place
         runs = [TokenRun(key, 0, 1, (7,), (), None) for key in (KEY, other)]
-        harness.commands.on_outputs(runs)
+        harness.dispatcher.on_outputs(runs)
         assert harness.outbox.runs == runs[1:]
         assert harness.leg(KEY).state is LegState.ENDING and "a block that nobody holds" in caplog.text
         harness.engine_ends(KEY)

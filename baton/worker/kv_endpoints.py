@@ -12,10 +12,10 @@ from baton.worker.kv.handoff import Handoff, Leaseholders
 from baton.worker.kv.intake import Intake, KVFetcher
 from baton.worker.kv.pool_memory import PoolMemory
 from baton.worker.kv.security import kv_security
-from baton.worker.ranks.fetches import GroupFetcher, RankFetches
-from baton.worker.ranks.group import RankPools
-from baton.worker.ranks.leases import GroupSource
+from baton.worker.ranks.fetches import RankedFetcher, RankFetches
+from baton.worker.ranks.leases import RankedSource
 from baton.worker.ranks.notes import DeviceSettings
+from baton.worker.ranks.rank_pools import RankPools
 from baton.worker.ranks.relay import RelayingFetcher
 from baton.worker.settings import WorkerSettings
 from kvtransfer.capabilities import CAPABILITIES
@@ -52,7 +52,7 @@ def usable_transports(engine: Engine, settings: WorkerSettings) -> list[str]:
     return [name for name in found if name != REGISTERING]
 
 
-class KVTransfer:
+class KVEndpoints:
     """Own both ends. `handoff` leases this worker's KV, `intake` pulls KV of other workers; legs may use both before
     `start`, takers connect after it. `gives` and `takes`: labels of KV that may leave and come; `layout`: of the whole
     model's KV."""
@@ -66,8 +66,8 @@ class KVTransfer:
         self._transports = usable_transports(engine, settings)
         self._security = kv_security(settings.tls, guard)
         self.host_id = local_host_id(settings.kv_socket_dir)
-        self._group = RankPools.of(engine)
-        self.layout = self._group.sharding.layout
+        self._rank_pools = RankPools.of(engine)
+        self.layout = self._rank_pools.sharding.layout
         self.gives, self.takes = [], []  # without labels no KV is exchanged: states on a GPU cannot be moved
         if engine.pool.device.type == "cpu" or engine.layout.state is None:
             self.gives = gives(self.layout, identity.numerics_class, is_strict=settings.strict_numerics)
@@ -75,12 +75,14 @@ class KVTransfer:
         else:
             log.warning("states on a GPU do not cross: this worker's KV neither leaves nor comes, it serves alone")
         self.holders = Leaseholders()
-        self._group_source = GroupSource(self._group.ranks, self.holders.lease_ended) if self._group.ranks else None
-        pool = memory.as_local_pool(self._group.sharding)
+        self._ranked_source = (
+            RankedSource(self._rank_pools.ranks, self.holders.lease_ended) if self._rank_pools.ranks else None
+        )
+        pool = memory.as_local_pool(self._rank_pools.sharding)
         self.source = self._make_source(engine, pool, identity)
-        self.handoff = Handoff(self._group_source or self.source, self.holders)
+        self.handoff = Handoff(self._ranked_source or self.source, self.holders)
         self._fetcher = self._make_fetcher(pool, identity)
-        self._fetches = [RankFetches(stream) for stream in self._group.local]
+        self._fetches = [RankFetches(stream) for stream in self._rank_pools.local]
         self.intake = Intake(engine, self._fetcher_into(engine))
         self._address = Address(
             settings.listen_host, settings.advertise_host, settings.host_folder, self._security, settings.kv_port
@@ -89,15 +91,15 @@ class KVTransfer:
     async def start(self) -> None:
         """Listen for takers. Raises OSError, which names what cannot be listened on."""
         await self.source.start(self._address)
-        if self._group_source is None:
+        if self._ranked_source is None:
             return
-        for index, rank in enumerate(self._group.joined):
-            rank.stream.on_note = partial(self._group_source.handle_note, index)
-        for index, (stream, fetches) in enumerate(zip(self._group.local, self._fetches, strict=True)):
+        for index, rank in enumerate(self._rank_pools.joined):
+            rank.stream.on_note = partial(self._ranked_source.handle_note, index)
+        for index, (stream, fetches) in enumerate(zip(self._rank_pools.local, self._fetches, strict=True)):
             stream.on_note, stream.on_end = partial(self._handle_note, index), fetches.lose
             await stream.start()
         settings = self._settings
-        await self._group_source.start(
+        await self._ranked_source.start(
             self.source.identity, settings.lease_ttl_s, settings.strict_numerics, self._device_settings()
         )
 
@@ -107,23 +109,23 @@ class KVTransfer:
             await self.source.stop()
         finally:
             self._fetcher.close()
-            for stream in self._group.local:
+            for stream in self._rank_pools.local:
                 await stream.stop()
 
     def _make_source(self, engine: Engine, pool: LocalPool, identity: SourceIdentity) -> Source:
-        settings, group, states = self._settings, self._group_source, engine.ledger.states
+        settings, ranked, states = self._settings, self._ranked_source, engine.ledger.states
         source = Source(
-            pool, identity, self.host_id, self.holders.lease_ended if group is None else group.own_lease_ended,
-            mint=None if group is None else TicketMint(group.mint_key), generations=engine.ledger.generation,
+            pool, identity, self.host_id, self.holders.lease_ended if ranked is None else ranked.own_lease_ended,
+            mint=None if ranked is None else TicketMint(ranked.mint_key), generations=engine.ledger.generation,
             state_generations=states and states.generation, lease_ttl_s=settings.lease_ttl_s,
             transports=self._own_transports(), codec=convert_rows, is_strict=settings.strict_numerics,
         )  # fmt: skip
-        if group is not None:
-            group.own = source
+        if ranked is not None:
+            ranked.own = source
         return source
 
     def _make_fetcher(self, pool: LocalPool, identity: SourceIdentity) -> Fetcher:
-        if self._group.joined:  # all KV is pulled here, and sent on to the other hosts
+        if self._rank_pools.joined:  # all KV is pulled here, and sent on to the other hosts
             pool = replace(pool, sharding=Sharding.whole(self.layout))
         settings = self._settings
         return Fetcher(
@@ -135,19 +137,19 @@ class KVTransfer:
     def _own_transports(self) -> list[str]:
         """Return the transports of this process. Together with ranks on other hosts only those whose source sends can
         be used."""
-        return [name for name in self._transports if CAPABILITIES[name].source_sends or not self._group.joined]
+        return [name for name in self._transports if CAPABILITIES[name].source_sends or not self._rank_pools.joined]
 
     def _fetcher_into(self, engine: Engine) -> KVFetcher:
         """Return the fetcher that brings KV to all ranks."""
-        if self._group.joined:
-            return RelayingFetcher(self._fetcher, engine.pool, self._group.joined)
-        return GroupFetcher(self._fetcher, self._fetches) if self._fetches else self._fetcher
+        if self._rank_pools.joined:
+            return RelayingFetcher(self._fetcher, engine.pool, self._rank_pools.joined)
+        return RankedFetcher(self._fetcher, self._fetches) if self._fetches else self._fetcher
 
     def _handle_note(self, index: int, note: dict) -> None:
         if "fetch" in note:
             self._fetches[index].handle_note(note)
-        elif self._group_source is not None:
-            self._group_source.handle_note(index, note)
+        elif self._ranked_source is not None:
+            self._ranked_source.handle_note(index, note)
 
     def _device_settings(self) -> DeviceSettings:
         """Return the settings that ranks on GPUs of this host need."""

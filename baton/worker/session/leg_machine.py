@@ -27,7 +27,7 @@ from kvtransfer.transfer.fetcher import FetchReport
 
 log = logging.getLogger(__name__)
 
-Action = Callable[["Lifecycle", Leg, Any], None]
+Action = Callable[["LegMachine", Leg, Any], None]
 
 
 class LegTransition(NamedTuple):
@@ -43,7 +43,7 @@ class LegTransition(NamedTuple):
 Table = Mapping[tuple[LegState, LegEvent], LegTransition]
 
 
-class Lifecycle:
+class LegMachine:
     """The state machine of all legs of one worker. Used in the event loop. Actions use its parts: engine, handoff,
     intake, legs."""
 
@@ -71,13 +71,13 @@ class Lifecycle:
         self.on_ended = on_ended
         self._table = table
 
-    def happen(self, leg: Leg, event: LegEvent, subject: object = None) -> None:
-        """Dispatch one event of one leg: set its new state and run the action with `subject`, the event's payload."""
+    def happen(self, leg: Leg, event: LegEvent, payload: object = None) -> None:
+        """Dispatch one event of one leg: set its new state and run the action with the event's `payload`."""
         was_absent = leg.state is LegState.ABSENT
         transition = self._table[leg.state, event]
         self._move(leg, transition.state)
         try:
-            transition.action(self, leg, subject)
+            transition.action(self, leg, payload)
         except Exception as error:
             if event is LegEvent.STOP:
                 # Nothing more can be done: this leg may never give everything back, but only this one.

@@ -10,7 +10,7 @@ from baton.v1 import worker_pb2 as pb
 from baton.worker.legs.leg import Leg, Owed
 from baton.worker.legs.states import OPENING, LegEvent
 from baton.worker.session.endings import refuse_in_use
-from baton.worker.session.lifecycle import Lifecycle
+from baton.worker.session.leg_machine import LegMachine
 from baton.worker.wire.outbox import Outbox
 
 _EVENTS = {
@@ -23,18 +23,18 @@ _EVENTS = {
 }
 
 
-class Commands:
+class LegDispatcher:
     """Find the leg of each command and output, and dispatch the event to it."""
 
-    def __init__(self, lifecycle: Lifecycle):
-        self.legs = lifecycle.legs
-        self._lifecycle = lifecycle
+    def __init__(self, machine: LegMachine):
+        self.legs = machine.legs
+        self._machine = machine
 
     @property
     def is_draining(self) -> bool:
-        return self._lifecycle.is_draining
+        return self._machine.is_draining
 
-    def obey(self, outbox: Outbox, command: pb.Command) -> None:
+    def dispatch(self, outbox: Outbox, command: pb.Command) -> None:
         """Dispatch one command with a key, from the session of `outbox`."""
         kind = command.WhichOneof("kind")
         message = getattr(command, kind)
@@ -49,11 +49,11 @@ class Commands:
         leg = self.legs.get(key) or Leg(key, outbox)
         if leg.key not in self.legs and self.legs.is_taken(key):  # the engine's key of a leg that was renamed
             if event in OPENING:
-                refuse_in_use(self._lifecycle, leg, message)
+                refuse_in_use(self._machine, leg, message)
         elif leg.outbox is outbox:
-            self._lifecycle.happen(leg, event, message)
+            self._machine.happen(leg, event, message)
         elif event in OPENING:  # another gateway has a leg with this key, which is left alone
-            refuse_in_use(self._lifecycle, Leg(key, outbox), message)
+            refuse_in_use(self._machine, Leg(key, outbox), message)
 
     def on_outputs(self, outputs: Sequence[Output]) -> None:
         """Dispatch the outputs of one step of the engine."""
@@ -62,41 +62,41 @@ class Commands:
             if leg is None:
                 continue
             if isinstance(output, TokenRun):
-                self._lifecycle.happen(leg, LegEvent.TOKENS, output)
+                self._machine.happen(leg, LegEvent.TOKENS, output)
             elif isinstance(output, Progress):
-                self._lifecycle.happen(leg, LegEvent.PROGRESS, output)
+                self._machine.happen(leg, LegEvent.PROGRESS, output)
             elif isinstance(output, PrefillDone):
-                self._lifecycle.happen(leg, LegEvent.PREFILL_DONE, output)
+                self._machine.happen(leg, LegEvent.PREFILL_DONE, output)
             else:
                 leg.owed.discard(Owed.ENGINE)
                 leg.report = output.report
-                self._lifecycle.happen(leg, LegEvent.ENGINE_ENDED, output)
+                self._machine.happen(leg, LegEvent.ENGINE_ENDED, output)
 
     def on_stream_lost(self, outbox: Outbox) -> None:
         """Park the decoding legs of a lost session, for a gateway that attaches; cancel its other legs."""
         for leg in self.legs.of_session(outbox):
             leg.is_stream_lost = True
-            self._lifecycle.happen(leg, LegEvent.STREAM_LOST)
+            self._machine.happen(leg, LegEvent.STREAM_LOST)
 
     def on_read(self, key: Key) -> None:
         """Resume a sequence that had too many unread tokens, which the gateway has now read."""
         if (leg := self.legs.get(key)) is not None:
-            self._lifecycle.happen(leg, LegEvent.READ)
+            self._machine.happen(leg, LegEvent.READ)
 
     def start_draining(self) -> None:
         """Refuse new requests from now on."""
-        self._lifecycle.is_draining = True
-        self._lifecycle.on_change()
+        self._machine.is_draining = True
+        self._machine.on_change()
 
     def on_grace_over(self) -> None:
         """End every leg that still runs."""
         for leg in list(self.legs.values()):
-            self._lifecycle.happen(leg, LegEvent.GRACE_OVER)
+            self._machine.happen(leg, LegEvent.GRACE_OVER)
 
     def _attach(self, outbox: Outbox, attach: pb.Attach) -> None:
         """Dispatch an Attach to a new, absent leg, whose action looks for the leg that is meant."""
         leg = Leg(Key(*key_from_proto(attach.key)), outbox)
         if self.legs.is_taken(leg.key):
-            refuse_in_use(self._lifecycle, leg, attach)
+            refuse_in_use(self._machine, leg, attach)
         else:
-            self._lifecycle.happen(leg, LegEvent.ATTACH, (outbox, attach))
+            self._machine.happen(leg, LegEvent.ATTACH, (outbox, attach))

@@ -13,8 +13,8 @@ from baton.service.logs import fields
 from baton.v1 import worker_pb2 as pb
 from baton.v1 import worker_pb2_grpc
 from baton.worker.session.adapters import LiveAdapters
-from baton.worker.session.commands import Commands
 from baton.worker.session.drain import Drain
+from baton.worker.session.leg_dispatcher import LegDispatcher
 from baton.worker.session.sessions import Sessions
 from baton.worker.wire.outbox import Outbox
 
@@ -27,10 +27,12 @@ log = logging.getLogger(__name__)
 class WorkerService(worker_pb2_grpc.WorkerServicer):
     """Answer gateways, and operators' commands."""
 
-    def __init__(self, commands: Commands, sessions: Sessions, drain: Drain, adapters: LiveAdapters, hello: pb.Hello):
+    def __init__(
+        self, dispatcher: LegDispatcher, sessions: Sessions, drain: Drain, adapters: LiveAdapters, hello: pb.Hello
+    ):
         """Serve with `hello`, the worker's Hello."""
         self._adapters = adapters
-        self._commands = commands
+        self._dispatcher = dispatcher
         self._sessions = sessions
         self._drain = drain
         self._hello = hello
@@ -66,9 +68,9 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
     async def Session(self, commands: AsyncIterator[pb.Command], context) -> None:
         """Serve one session until the gateway hangs up or the worker closes it. Raises FailedPrecondition."""
         hello = await self._greet(commands)
-        outbox = Outbox(context.write, self._commands.on_read, before_endings=self._sessions.send_block_events)
+        outbox = Outbox(context.write, self._dispatcher.on_read, before_endings=self._sessions.send_block_events)
         if (last := self._sessions.open(hello.instance, outbox)) is not None:
-            self._commands.on_stream_lost(last)
+            self._dispatcher.on_stream_lost(last)
             last.close()
         outbox.reply(pb.Event(hello=self._hello))  # only now, so that no later change is missed
         log.info("session opened %s", fields(session=hello.instance.hex()[:8], peer=context.peer()))
@@ -78,7 +80,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             await asyncio.wait((reader, writer), return_when=asyncio.FIRST_COMPLETED)
         finally:
             self._sessions.close(hello.instance, outbox)
-            self._commands.on_stream_lost(outbox)
+            self._dispatcher.on_stream_lost(outbox)
             outbox.close()
             reader.cancel()
             writer.cancel()
@@ -114,7 +116,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             elif kind == "hello" or kind is None:
                 log.warning("session: a command that has no place here was ignored %s", fields(kind=kind))
             else:
-                self._commands.obey(outbox, command)
+                self._dispatcher.dispatch(outbox, command)
             await outbox.room()
 
 
