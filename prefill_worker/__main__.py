@@ -3,8 +3,7 @@
 import sys
 
 from baton.worker.main import main
-from decode_worker.__main__ import load_table
 from prefill_worker.role import ROLE
 
 if __name__ == "__main__":
-    sys.exit(main(ROLE, load_table))
+    sys.exit(main(ROLE))

@@ -111,8 +111,6 @@ ROOMS = {
         "baton.v1",
     ),
     **dict.fromkeys(("prefill_worker", "decode_worker"), _ROLE),
-    # What a worker of one role does of the other is joined here, and nowhere else.
-    **{f"{role}.__main__": (*_ROLE, "prefill_worker", "decode_worker") for role in ("prefill_worker", "decode_worker")},
     "baton.cli": ("baton", "kvtransfer", "gateway", "prefill_worker", "decode_worker"),
 }
 # room -> third-party packages that it does without.

@@ -27,13 +27,10 @@ class Role:
     gpu_defaults: Mapping[str, object] = field(default_factory=dict)  # replace defaults of WorkerSettings on a GPU
 
 
-def main(
-    role: Role, load_table: Callable[[], "Table"], argv: Sequence[str] | None = None,  # noqa: F821
-    serve: Callable[..., Awaitable[int]] | None = None,
-) -> int:  # fmt: skip
+def main(role: Role, argv: Sequence[str] | None = None, serve: Callable[..., Awaitable[int]] | None = None) -> int:
     """Run a worker to its end. Return 0 when it was drained, 1 when it failed, 2 for wrong use or a model that cannot
-    be served, 3 when it was drained to stay away; a failed start writes one line to stderr. `load_table` returns the
-    transitions of legs, and imports torch. `serve` replaces app.serve if the process is more than a worker."""
+    be served, 3 when it was drained to stay away; a failed start writes one line to stderr. `serve` replaces app.serve
+    if the process is more than a worker."""
     prog = f"{role.name}_worker"
     parser = make_parser(f"python -m {prog}", role.description)
     parser.add_argument("--config", type=Path, metavar="FILE", help="settings as TOML; environment and flags win")
@@ -58,6 +55,7 @@ def main(
         from baton.engine.core.device import find_device
         from baton.engine.core.model_errors import ModelError
         from baton.worker import app
+        from baton.worker.session.table import load_table
 
         table = load_table()
 

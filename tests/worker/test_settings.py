@@ -35,7 +35,7 @@ import sys
 import prefill_worker.role as r
 from baton.worker.main import main
 sys.modules["torch"] = None  # which fails to be imported
-sys.exit(main(r.ROLE, None, ["--model", "m", "--listen", "127.0.0.1:0"]))
+sys.exit(main(r.ROLE, ["--model", "m", "--listen", "127.0.0.1:0"]))
 """
 
 
@@ -145,7 +145,7 @@ def test_a_gpu_has_defaults_of_its_own_and_flags_win(monkeypatch, role, device, 
 
     monkeypatch.setattr(engine_device, "find_device", lambda asked: torch.device(device))
     monkeypatch.setattr(app, "serve", serve)
-    assert main(role, dict, ["--model", "folder", *flags]) == 0
+    assert main(role, ["--model", "folder", *flags]) == 0
     (config,) = served
     assert (config.max_num_seqs, config.max_num_batched_tokens) == expected
 

@@ -17,7 +17,6 @@ from baton.service.net.server import ListenError
 from baton.service.settings import SettingsError
 from baton.worker import main as worker_main
 from baton.worker.settings import WorkerSettings
-from decode_worker.__main__ import load_table
 from decode_worker.role import ROLE
 from gateway.__main__ import read_settings
 from gateway.config.settings import GatewaySettings
@@ -31,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         settings = read_settings(given[:border])
     except SettingsError as error:
         return fail("gateway", one_line(error), WRONG_USE)
-    return worker_main.main(ROLE, load_table, given[border + 1 :], partial(serve, settings))
+    return worker_main.main(ROLE, given[border + 1 :], partial(serve, settings))
 
 
 async def serve(gateway: GatewaySettings, settings: WorkerSettings, role: str, table, stop: asyncio.Event) -> int:

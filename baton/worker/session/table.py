@@ -1,10 +1,18 @@
 """Build the transition table of legs: the rows of all workers, joined with those of the two roles."""
 
 from collections.abc import Iterable
+from importlib import import_module
 
+from baton.protocol import ROLES
 from baton.worker.legs.states import LIVE, OPENED, OPENING, LegEvent, LegState
 from baton.worker.session import endings, offers
 from baton.worker.session.leg_machine import LegTransition, Table
+
+
+def load_table() -> Table:
+    """Return the table of every worker, whichever role it starts in: it obeys the commands of both roles. Imports the
+    packages of both roles by name, since they stand above this one."""
+    return join_tables(*(import_module(f"{role}_worker.states").TRANSITIONS for role in ROLES))
 
 
 def join_tables(*roles: Table) -> Table:

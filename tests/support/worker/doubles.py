@@ -3,20 +3,17 @@ so."""
 
 from types import SimpleNamespace
 
-import decode_worker.states
-import prefill_worker.states
 from baton.engine.core.request import Acceptance, Key, RequestEnded
 from baton.v1 import worker_pb2 as pb
 from baton.worker.kv.handoff import OnLeaseEnd
 from baton.worker.session.leg_dispatcher import LegDispatcher
 from baton.worker.session.leg_machine import LegMachine
-from baton.worker.session.table import join_tables
+from baton.worker.session.table import load_table
 from baton.worker.wire.end_status import Status
 from kvtransfer.errors import LeaseExpired
 from kvtransfer.layout import BlockRef
 
-# As both `__main__` join it.
-TABLE = join_tables(prefill_worker.states.TRANSITIONS, decode_worker.states.TRANSITIONS)
+TABLE = load_table()
 ROOT = b"r" * 32
 LEASE_ID = b"lease" * 3 + b"x"
 
