@@ -15,6 +15,7 @@ from baton.worker.session.leg_machine import LegMachine
 from baton.worker.session.opening import compute_rest, open_request
 from baton.worker.wire import end_status, messages
 from baton.worker.wire.end_status import Status
+from kvtransfer.transfer.leases import LeaseEnding
 
 log = logging.getLogger(__name__)
 
@@ -67,6 +68,6 @@ def hold(machine: LegMachine, leg: Leg, done: PrefillDone) -> None:
     machine.on_change()
 
 
-def end_lease_lost(machine: LegMachine, leg: Leg, ending: str) -> None:
+def end_lease_lost(machine: LegMachine, leg: Leg, ending: LeaseEnding) -> None:
     """End a prompt whose lease has expired while it was read."""
     machine.give_back(leg, end_status.LEASE_EXPIRED)

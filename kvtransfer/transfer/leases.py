@@ -14,16 +14,24 @@ import asyncio
 import logging
 import secrets
 from collections.abc import Callable, Hashable, Sequence
+from enum import StrEnum
 from typing import NamedTuple
 
 from kvtransfer.errors import KVError, LeaseExpired, ProtocolError, TicketRefused, TransferCancelled
 from kvtransfer.layout import BlockRef
 from kvtransfer.naming import SPAN_TOKENS
 
-RELEASED, CANCELLED, EXPIRED = "released", "cancelled", "expired"
 MAX_FETCHES = 64  # tickets of one lease
 
 log = logging.getLogger(__name__)
+
+
+class LeaseEnding(StrEnum):
+    """How a lease ended. Ranks of a worker write it to each other."""
+
+    RELEASED = "released"  # taken to the end
+    CANCELLED = "cancelled"
+    EXPIRED = "expired"  # not renewed in time
 
 
 class Watermark(NamedTuple):
@@ -73,7 +81,7 @@ class Lease:
         self.watermark = Watermark(0, 0, 0)
         self.is_finished = False
         self.fetches: dict[bytes, Fetch] = {}  # by fetch id
-        self.ending = ""  # released | cancelled | expired
+        self.ending: LeaseEnding | None = None
         self.changed = asyncio.Event()
 
     @property
@@ -130,7 +138,7 @@ class Lease:
 
     def check_alive(self) -> None:
         """Raise TransferCancelled or LeaseExpired if the lease has ended."""
-        if self.ending == CANCELLED:
+        if self.ending is LeaseEnding.CANCELLED:
             raise TransferCancelled("the source's request was cancelled")
         if self.ending:
             raise LeaseExpired(f"the lease has ended: {self.ending}")
@@ -140,7 +148,7 @@ class LeaseTable:
     """Hold all leases of a source. `clock` returns monotonic seconds. All methods are called in the event loop's
     thread."""
 
-    def __init__(self, clock: Callable[[], float], on_lease_end: Callable[[Hashable, str], None]):
+    def __init__(self, clock: Callable[[], float], on_lease_end: Callable[[Hashable, LeaseEnding], None]):
         self._clock = clock
         self._on_lease_end = on_lease_end
         self._by_id: dict[bytes, Lease] = {}
@@ -240,7 +248,7 @@ class LeaseTable:
     def cancel(self, key: Hashable) -> None:
         """Cancel the lease of `key`, if any. Idempotent."""
         if lease := self._by_key.get(key):
-            self._end(lease, CANCELLED)
+            self._end(lease, LeaseEnding.CANCELLED)
 
     def expire(self) -> None:
         """End the leases past their deadline."""
@@ -251,17 +259,17 @@ class LeaseTable:
     def close(self) -> None:
         """Cancel all leases."""
         for lease in list(self._by_id.values()):
-            self._end(lease, CANCELLED)
+            self._end(lease, LeaseEnding.CANCELLED)
 
     def _expire(self, lease: Lease) -> None:
-        self._end(lease, RELEASED if lease.is_finished and lease.is_taken else EXPIRED)
+        self._end(lease, LeaseEnding.RELEASED if lease.is_finished and lease.is_taken else LeaseEnding.EXPIRED)
 
     def _release_if_done(self, lease: Lease) -> None:
         awaited = any(fetch.is_awaited for fetch in lease.fetches.values())
         if lease.is_finished and lease.is_taken and not awaited and not lease.ending:
-            self._end(lease, RELEASED)
+            self._end(lease, LeaseEnding.RELEASED)
 
-    def _end(self, lease: Lease, ending: str) -> None:
+    def _end(self, lease: Lease, ending: LeaseEnding) -> None:
         if lease.ending:
             return  # on_lease_end may have called this again
         lease.ending = ending

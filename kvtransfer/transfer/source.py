@@ -16,7 +16,7 @@ from kvtransfer.memory.blocks import check_movable
 from kvtransfer.memory.convert import Codec
 from kvtransfer.naming import HASH_BYTES, SPAN_TOKENS
 from kvtransfer.transfer.connections import Connections
-from kvtransfer.transfer.leases import EXPIRED, Lease, LeaseTable
+from kvtransfer.transfer.leases import Lease, LeaseEnding, LeaseTable
 from kvtransfer.transfer.local_pool import LocalPool
 from kvtransfer.transfer.source_dialogue import SourceContext, SourceDialogue
 from kvtransfer.transfer.ticket import TicketMint, parse_ticket
@@ -50,7 +50,7 @@ class Source:
     prefix taker_ where the taker reported the failure), leases_granted, leases_expired, bytes_confirmed."""
 
     def __init__(
-        self, pool: LocalPool, identity: SourceIdentity, host_id: str, on_lease_end: Callable[[Hashable, str], None], *,
+        self, pool: LocalPool, identity: SourceIdentity, host_id: str, on_lease_end: Callable[[Hashable, LeaseEnding], None], *,
         generations: Callable[[int], int], state_generations: Callable[[int], int] | None = None,
         lease_ttl_s: float = 5.0, transports: Sequence[str] | str = "auto", mint: TicketMint | None = None,
         codec: Codec | None = None, is_strict: bool = False, grace_s: float = 0.0,
@@ -204,6 +204,6 @@ class Source:
             await asyncio.sleep(min(0.25, self._ttl_s / 4))
             self._leases.expire()
 
-    def _lease_ended(self, key: Hashable, ending: str) -> None:
-        self.counters["leases_expired"] += ending == EXPIRED
+    def _lease_ended(self, key: Hashable, ending: LeaseEnding) -> None:
+        self.counters["leases_expired"] += ending is LeaseEnding.EXPIRED
         self._on_lease_end(key, ending)

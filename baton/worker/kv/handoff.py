@@ -12,11 +12,11 @@ from baton.engine.core.request import Acceptance, Key
 from baton.v1 import kv_pb2
 from baton.worker.legs.leg import Leg
 from kvtransfer.layout import BlockRef
-from kvtransfer.transfer.leases import CANCELLED
+from kvtransfer.transfer.leases import LeaseEnding
 from kvtransfer.transfer.source import Offer
 from kvtransfer.wire import Taker, taker_from_proto
 
-OnLeaseEnd = Callable[[Key, str], None]  # (key of the leg, how the lease ended: released | cancelled | expired)
+OnLeaseEnd = Callable[[Key, LeaseEnding], None]  # called with the key of the leg
 
 
 class Leaseholders:
@@ -52,7 +52,7 @@ class Leaseholders:
                     return on_lease_end
         return None
 
-    def lease_ended(self, key: Key, ending: str) -> None:
+    def lease_ended(self, key: Key, ending: LeaseEnding) -> None:
         """Tell the owner and the guests of a lease that the source has ended."""
         callbacks = [on_lease_end for owner, on_lease_end in self._owners.values() if owner == key]
         self._owners = {lease_id: each for lease_id, each in self._owners.items() if each[0] != key}
@@ -147,7 +147,7 @@ class Handoff:
         """End a leg's part in a lease; `on_lease_end` follows. Idempotent."""
         if (on_lease_end := self._holders.remove_guest(leg)) is not None:
             self._source.withdraw(leg.ticket)
-            on_lease_end(leg.key, CANCELLED)
+            on_lease_end(leg.key, LeaseEnding.CANCELLED)
         else:
             self._source.cancel(leg.key)
 

@@ -17,7 +17,7 @@ from baton.worker.ranks.notes import DeviceSettings, OpenOrder
 from baton.worker.ranks.rank_pools import KVRank
 from kvtransfer.errors import LeaseExpired
 from kvtransfer.layout import BlockRef, Endpoint, Part
-from kvtransfer.transfer.leases import CANCELLED, RELEASED
+from kvtransfer.transfer.leases import LeaseEnding
 from kvtransfer.transfer.source import Offer, Source, SourceIdentity
 from kvtransfer.transfer.ticket import parse_ticket
 from kvtransfer.wire import ID_BYTES, Taker, decode_handle, encode_handle, taker_to_proto
@@ -33,7 +33,7 @@ class _RankedLease:
     lease_id: bytes
     ranks: set[int]
     is_here: bool = True
-    ending: str = RELEASED  # unless it ends otherwise on some rank
+    ending: LeaseEnding = LeaseEnding.RELEASED  # unless it ends otherwise on some rank
 
 
 class RankedSource:
@@ -42,7 +42,7 @@ class RankedSource:
 
     own: Source
 
-    def __init__(self, ranks: Sequence[KVRank], on_lease_end: Callable[[Hashable, str], None]):
+    def __init__(self, ranks: Sequence[KVRank], on_lease_end: Callable[[Hashable, LeaseEnding], None]):
         """Lease KV of `ranks`, in the order of their parts. `on_lease_end(key, ending)` is called exactly once per
         lease, when it has ended on all ranks."""
         self._ranks, self._on_lease_end = ranks, on_lease_end
@@ -122,9 +122,9 @@ class RankedSource:
     def cancel(self, key: Hashable) -> None:
         self.own.cancel(key)
         if (lease := self._leases.get(key)) is not None:
-            self._give_up(lease, CANCELLED)
+            self._give_up(lease, LeaseEnding.CANCELLED)
 
-    def own_lease_ended(self, key: Hashable, ending: str) -> None:
+    def own_lease_ended(self, key: Hashable, ending: LeaseEnding) -> None:
         """Note that the lease of the worker's own Source has ended."""
         lease = self._leases[key]
         lease.is_here = False
@@ -139,23 +139,23 @@ class RankedSource:
             case {"closed": why}:
                 self._endpoints[index].set_exception(OSError(why))
             case {"over": lease_id, "ending": ending}:
-                self._ended_on_rank(bytes.fromhex(lease_id), index, ending)
+                self._ended_on_rank(bytes.fromhex(lease_id), index, LeaseEnding(ending))
 
-    def _ended_on_rank(self, lease_id: bytes, index: int, ending: str) -> None:
+    def _ended_on_rank(self, lease_id: bytes, index: int, ending: LeaseEnding) -> None:
         key = self._key_of(lease_id)
         if (lease := self._leases.get(key)) is None:
             return
         lease.ranks.discard(index)
         self._give_up(lease, ending)
-        if ending != RELEASED:
+        if ending is not LeaseEnding.RELEASED:
             self.own.cancel(key)
         self._end_if_over(key)
 
     def _key_of(self, lease_id: bytes) -> Hashable | None:
         return next((key for key, lease in self._leases.items() if lease.lease_id == lease_id), None)
 
-    def _give_up(self, lease: _RankedLease, ending: str) -> None:
-        if ending != RELEASED and lease.ending == RELEASED:
+    def _give_up(self, lease: _RankedLease, ending: LeaseEnding) -> None:
+        if ending is not LeaseEnding.RELEASED and lease.ending is LeaseEnding.RELEASED:
             lease.ending = ending
             self._send_note(lease.lease_id, "cancel")
 

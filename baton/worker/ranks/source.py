@@ -8,7 +8,7 @@ from baton.v1 import kv_pb2
 from baton.worker.ranks.notes import OpenOrder
 from kvtransfer.errors import KVError
 from kvtransfer.layout import BlockRef
-from kvtransfer.transfer.leases import CANCELLED
+from kvtransfer.transfer.leases import LeaseEnding
 from kvtransfer.transfer.source import Source, SourceIdentity
 from kvtransfer.transfer.ticket import TicketMint
 from kvtransfer.transports.endpoints import Address
@@ -89,11 +89,11 @@ class RankSource:
             )
         except (KVError, ValueError) as error:  # although the worker's own source has accepted it
             log.error("a lease cannot be given: %s", error)
-            self._lease_ended(lease, CANCELLED)
+            self._lease_ended(lease, LeaseEnding.CANCELLED)
             return
         source.admit(lease, bytes.fromhex(note["ticket"]))
         source.withdraw(own.ticket)
 
-    def _lease_ended(self, lease: Hashable, ending: str) -> None:
+    def _lease_ended(self, lease: Hashable, ending: LeaseEnding) -> None:
         assert isinstance(lease, bytes)
         self._send_note({"over": lease.hex(), "ending": ending})

@@ -10,6 +10,7 @@ from baton.worker.legs.leg import Leg
 from baton.worker.session.leg_machine import LegMachine
 from baton.worker.wire import end_status, messages
 from baton.worker.wire.end_status import Status
+from kvtransfer.transfer.leases import LeaseEnding
 
 IN_USE_RETRY_S = 0.05
 
@@ -57,7 +58,7 @@ def end_with_engine(machine: LegMachine, leg: Leg, ended: RequestEnded) -> None:
     machine.give_back(leg, end_status.of_engine(ended))
 
 
-def give_back_rest(machine: LegMachine, leg: Leg, ending: str) -> None:
+def give_back_rest(machine: LegMachine, leg: Leg, ending: LeaseEnding) -> None:
     """Ask for what an ending leg could not give back before its lease was over."""
     machine.give_back(leg, None)
 

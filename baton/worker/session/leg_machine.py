@@ -24,6 +24,7 @@ from baton.worker.wire import end_status
 from baton.worker.wire.end_status import Status
 from kvtransfer.errors import KVError
 from kvtransfer.transfer.fetcher import FetchReport
+from kvtransfer.transfer.leases import LeaseEnding
 
 log = logging.getLogger(__name__)
 
@@ -133,7 +134,7 @@ class LegMachine:
         else:
             self.happen(leg, LegEvent.FETCH_FAILED, outcome)
 
-    def lease_ended(self, key: Key, ending: str) -> None:
+    def lease_ended(self, key: Key, ending: LeaseEnding) -> None:
         """Note that a leg's lease is over."""
         leg = self.legs.get(key)
         if leg is not None and Owed.LEASE in leg.owed:

@@ -8,6 +8,7 @@ from baton.worker.session.opening import check_key
 from baton.worker.wire import end_status, messages
 from kvtransfer.errors import LeaseExpired
 from kvtransfer.naming import SPAN_TOKENS
+from kvtransfer.transfer.leases import LeaseEnding
 from kvtransfer.wire import Taker
 
 
@@ -51,7 +52,7 @@ def renew(machine: LegMachine, leg: Leg, message: pb.RenewLease) -> None:
     machine.handoff.renew(leg, message.lease_id)
 
 
-def end_lease(machine: LegMachine, leg: Leg, ending: str) -> None:
+def end_lease(machine: LegMachine, leg: Leg, ending: LeaseEnding) -> None:
     """Free the blocks of a lease that is over."""
     leg.status = end_status.LEASE_OVER[ending]
     machine.engine.admission.release_lease(leg.key)

@@ -7,6 +7,7 @@ from google.rpc import code_pb2
 from baton import protocol
 from baton.engine.core.request import Refusal, RequestEnded
 from kvtransfer import errors
+from kvtransfer.transfer.leases import LeaseEnding
 
 
 class Status(NamedTuple):
@@ -28,7 +29,11 @@ LEASE_EXPIRED = Status(code_pb2.UNAVAILABLE, protocol.LEASE_EXPIRED, "the KV of 
 DRAINING = Status(code_pb2.UNAVAILABLE, protocol.DRAINING, "this worker is shutting down")
 
 # By how a lease ends. One that was taken ends with OK: its taker's leg has reported it.
-LEASE_OVER = {"released": OK, "cancelled": CANCELLED, "expired": LEASE_EXPIRED}
+LEASE_OVER = {
+    LeaseEnding.RELEASED: OK,
+    LeaseEnding.CANCELLED: CANCELLED,
+    LeaseEnding.EXPIRED: LEASE_EXPIRED,
+}
 
 
 def misplaced(command: str) -> Status:

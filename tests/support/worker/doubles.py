@@ -12,6 +12,7 @@ from baton.worker.session.table import load_table
 from baton.worker.wire.end_status import Status
 from kvtransfer.errors import LeaseExpired
 from kvtransfer.layout import BlockRef
+from kvtransfer.transfer.leases import LeaseEnding
 
 TABLE = load_table()
 ROOT = b"r" * 32
@@ -69,9 +70,9 @@ class HandoffDouble:
 
     def cancel(self, leg):
         self.calls.append(("cancel", leg.key))
-        self.end(leg.key, "cancelled")
+        self.end(leg.key, LeaseEnding.CANCELLED)
 
-    def end(self, key, ending="released"):
+    def end(self, key, ending=LeaseEnding.RELEASED):
         if key in self.leased:
             self.leased.remove(key)
             self._on_lease_end[key](key, ending)

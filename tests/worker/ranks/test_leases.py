@@ -12,7 +12,7 @@ from baton.worker.ranks.rank_pools import KVRank, gives, sharding_of
 from kvtransfer.errors import LeaseExpired
 from kvtransfer.layout import BlockRef, Box, KVGroup, KVLayout
 from kvtransfer.memory.reshard import Sharding
-from kvtransfer.transfer.leases import CANCELLED, EXPIRED, RELEASED
+from kvtransfer.transfer.leases import LeaseEnding
 from kvtransfer.transfer.local_pool import LocalPool
 from kvtransfer.transfer.source import Source, SourceIdentity
 from kvtransfer.transfer.ticket import TicketMint
@@ -93,40 +93,40 @@ async def test_released_when_the_last_has_released_it(first):
     ends = [harness.own_ends, harness.rank_ends]
     for end in ends if first == "own" else reversed(ends):
         assert not harness.endings
-        end(RELEASED)
-    assert harness.endings == [RELEASED] and not harness.ranks[1].was_told("cancel")
+        end(LeaseEnding.RELEASED)
+    assert harness.endings == [LeaseEnding.RELEASED] and not harness.ranks[1].was_told("cancel")
     harness.source.cancel(KEY)
-    assert harness.endings == [RELEASED]
+    assert harness.endings == [LeaseEnding.RELEASED]
 
 
-@pytest.mark.parametrize("how", ["cancel", EXPIRED])
+@pytest.mark.parametrize("how", ["cancel", LeaseEnding.EXPIRED])
 async def test_given_up_it_is_over_when_no_rank_serves_it_any_more(how):
     """Blocks that were someone else's by then could be confirmed by a rank that has not heard yet."""
     harness = await GroupHarness().open()
     harness.source.cancel(KEY) if how == "cancel" else harness.own_ends(how)
     assert harness.ranks[1].was_told("cancel") and not harness.endings
-    harness.rank_ends(CANCELLED)
-    assert harness.endings == [CANCELLED if how == "cancel" else EXPIRED]
+    harness.rank_ends(LeaseEnding.CANCELLED)
+    assert harness.endings == [LeaseEnding.CANCELLED if how == "cancel" else LeaseEnding.EXPIRED]
 
 
 async def test_a_rank_gives_it_up():
     """While the worker's own lives, and once that has been released."""
     harness = await GroupHarness().open()
-    harness.rank_ends(EXPIRED)
-    assert harness.endings == [EXPIRED] and harness.own.num_leases == 0
+    harness.rank_ends(LeaseEnding.EXPIRED)
+    assert harness.endings == [LeaseEnding.EXPIRED] and harness.own.num_leases == 0
     harness = await GroupHarness().open()
-    harness.own_ends(RELEASED)
-    harness.rank_ends(EXPIRED)
-    assert harness.endings == [EXPIRED]
+    harness.own_ends(LeaseEnding.RELEASED)
+    harness.rank_ends(LeaseEnding.EXPIRED)
+    assert harness.endings == [LeaseEnding.EXPIRED]
 
 
 async def test_cancelled_where_a_rank_alone_still_has_it():
     harness = await GroupHarness().open()
-    harness.own_ends(RELEASED)
+    harness.own_ends(LeaseEnding.RELEASED)
     harness.source.cancel(KEY)
     assert harness.ranks[1].was_told("cancel") and not harness.endings
-    harness.rank_ends(RELEASED)  # it had everything when it heard
-    assert harness.endings == [CANCELLED]
+    harness.rank_ends(LeaseEnding.RELEASED)  # it had everything when it heard
+    assert harness.endings == [LeaseEnding.CANCELLED]
 
 
 async def test_offered_again_while_every_rank_has_it():
@@ -134,7 +134,7 @@ async def test_offered_again_while_every_rank_has_it():
     harness = await GroupHarness().open()
     offer = harness.source.offer_again(harness.lease, TAKER)
     assert harness.ranks[1].notes[-1] == {"admit": harness.lease.hex(), "ticket": offer.ticket.hex()}
-    harness.rank_ends(RELEASED)
+    harness.rank_ends(LeaseEnding.RELEASED)
     num_notes, num_tickets = len(harness.ranks[1].notes), harness.own.num_tickets
     with pytest.raises(LeaseExpired):
         harness.source.offer_again(harness.lease, TAKER)

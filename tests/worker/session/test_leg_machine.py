@@ -17,6 +17,7 @@ from baton.engine.core.request import (
 from baton.v1 import worker_pb2 as pb
 from baton.worker.legs.states import LegEvent, LegState
 from baton.worker.wire.end_status import Status
+from kvtransfer.transfer.leases import LeaseEnding
 from tests.support.engine.toys import toy_engine
 from tests.support.worker.doubles import LifecycleHarness, OutboxDouble, make_spec
 from tests.support.worker.key_paths import DONE, KEY, OTHER, PATHS, attach, bring_to, make_happen, run
@@ -84,7 +85,7 @@ def test_blocks_are_given_back_when_their_lease_is_over(state, event):
         bring_to(harness, state)
         make_happen(harness, event)
         assert not harness.engine.count("cancel")
-        harness.handoff.end(KEY, "cancelled")
+        harness.handoff.end(KEY, LeaseEnding.CANCELLED)
         assert harness.engine.count("cancel") == 1
         harness.come_home(KEY)
         assert harness.outbox.only("ended").code and not harness.dispatcher.legs
