@@ -14,6 +14,7 @@ from baton.engine.core.request import Key, PrefillDone, Progress, Request, Reque
 from baton.engine.engine import Engine
 from baton.sampling_params import SamplingParams
 from baton.worker.kv.intake import EngineBlocks
+from kvtransfer.layout import PromptKV
 from kvtransfer.memory.region import Region
 from kvtransfer.naming import chain_hashes, root_hash
 from kvtransfer.transfer.fetcher import Fetcher
@@ -41,10 +42,8 @@ async def answer(prefill: Engine, source: Source, decode: Engine, fetcher: Fetch
     `decode`."""
     num_cached = decode.admission.admit(request)  # credit: from here on the decode engine has room for it
     accepted = prefill.admission.accept(request)
-    offer = source.offer(
-        request.key, accepted.blocks, len(request.token_ids), request.span_hashes, request.chain_parent,
-        fetcher.taker(),
-    )  # fmt: skip
+    prompt = PromptKV(len(request.token_ids), accepted.blocks, request.span_hashes, request.chain_parent)
+    offer = source.offer(request.key, prompt, fetcher.taker())
     blocks = EngineBlocks(decode, request.key, num_cached, lambda token: None)
     fetch = asyncio.create_task(fetcher.fetch(offer.handle, offer.ticket, blocks, deadline=float("inf")))
     first_tokens = ()

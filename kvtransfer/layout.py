@@ -13,9 +13,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from kvtransfer.naming import SPAN_TOKENS
+from kvtransfer.naming import HASH_BYTES, SPAN_TOKENS
 
 LAYOUT_VERSION = 1
+MAX_TOKENS = 1 << 24  # of a prompt
 STATE = "state"  # kind of a group that has one block per sequence
 _ALIGNMENT = 64  # bytes, of the first state block
 
@@ -203,6 +204,23 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
+class PromptKV:
+    """Name one prompt's KV in the pool of a source. Raises ValueError for counts that contradict each other."""
+
+    num_tokens: int  # those after the last full span are the tail
+    blocks: tuple[BlockRef, ...]  # of tokens, in order
+    span_hashes: tuple[bytes, ...]  # one per full span
+    chain_parent: bytes  # parent of the tail's span
+    states: tuple[BlockRef, ...] = ()  # one for a layout with a state: the state after the last token
+
+    def __post_init__(self):
+        if not 1 <= self.num_tokens <= MAX_TOKENS:
+            raise ValueError(f"{self.num_tokens} tokens: 1 to {MAX_TOKENS}")
+        if len(self.span_hashes) != self.num_tokens // SPAN_TOKENS or len(self.chain_parent) != HASH_BYTES:
+            raise ValueError(f"{len(self.span_hashes)} span hashes for {self.num_tokens} tokens")
+
+
+@dataclass(frozen=True, slots=True)
 class KVHandle:
     """Carry everything a taker needs to pull one prompt's KV (the baton). The gateway passes it on as opaque bytes."""
 
@@ -213,11 +231,7 @@ class KVHandle:
     numerics_class: str
     layout: KVLayout
     parts: tuple[Part, ...]
-    num_tokens: int
-    span_hashes: tuple[bytes, ...]
-    chain_parent: bytes
-    blocks: tuple[BlockRef, ...]
-    states: tuple[BlockRef, ...] = ()  # one for a layout with a state: the state after the last token
+    prompt: PromptKV
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,18 @@ from google.protobuf.message import DecodeError
 
 from baton.v1 import kv_pb2
 from kvtransfer.errors import LayoutMismatch, ProtocolError
-from kvtransfer.layout import LAYOUT_VERSION, BlockRef, Box, Endpoint, KVGroup, KVHandle, KVLayout, Part
+from kvtransfer.layout import (
+    LAYOUT_VERSION,
+    MAX_TOKENS,
+    BlockRef,
+    Box,
+    Endpoint,
+    KVGroup,
+    KVHandle,
+    KVLayout,
+    Part,
+    PromptKV,
+)
 from kvtransfer.naming import HASH_BYTES, SPAN_TOKENS
 
 _HEADER = struct.Struct("<2sBBI")
@@ -19,7 +30,6 @@ _VERSION = 1
 HEADER_BYTES = _HEADER.size
 MAX_FRAME_BYTES = 1 << 20
 MAX_TAKER_FRAME_BYTES = 16 << 10  # no frame of a taker is longer; a source reads frames of unauthenticated takers too
-MAX_TOKENS = 1 << 24
 _MAX_DIMENSION = 1 << 16
 _MAX_BLOCK_BYTES = 1 << 32
 _MAX_GROUPS = 16
@@ -101,6 +111,7 @@ def taker_from_proto(proto: kv_pb2.Taker) -> Taker:
 
 
 def encode_handle(handle: KVHandle) -> bytes:
+    prompt = handle.prompt
     return kv_pb2.KVHandle(
         source_instance=handle.source_instance,
         source_epoch=handle.source_epoch,
@@ -109,13 +120,13 @@ def encode_handle(handle: KVHandle) -> bytes:
         numerics_class=handle.numerics_class,
         layout=layout_to_proto(handle.layout),
         parts=[_part_to_proto(part) for part in handle.parts],
-        num_tokens=handle.num_tokens,
-        span_hashes=handle.span_hashes,
-        chain_parent=handle.chain_parent,
-        block_ids=[block.block_id for block in handle.blocks],
-        generations=[block.generation for block in handle.blocks],
-        state_ids=[block.block_id for block in handle.states],
-        state_generations=[block.generation for block in handle.states],
+        num_tokens=prompt.num_tokens,
+        span_hashes=prompt.span_hashes,
+        chain_parent=prompt.chain_parent,
+        block_ids=[block.block_id for block in prompt.blocks],
+        generations=[block.generation for block in prompt.blocks],
+        state_ids=[block.block_id for block in prompt.states],
+        state_generations=[block.generation for block in prompt.states],
     ).SerializeToString()
 
 
@@ -129,11 +140,21 @@ def decode_handle(data: bytes) -> KVHandle:
     layout = layout_from_proto(proto.layout)
     _check_counts(proto, layout)
     return KVHandle(
-        proto.source_instance, proto.source_epoch, proto.lease_id, proto.model_identity, proto.numerics_class, layout,
-        tuple(_part_from_proto(part, layout) for part in proto.parts), proto.num_tokens, tuple(proto.span_hashes),
-        proto.chain_parent, tuple(map(BlockRef, proto.block_ids, proto.generations)),
-        tuple(map(BlockRef, proto.state_ids, proto.state_generations)),
-    )  # fmt: skip
+        proto.source_instance,
+        proto.source_epoch,
+        proto.lease_id,
+        proto.model_identity,
+        proto.numerics_class,
+        layout,
+        parts=tuple(_part_from_proto(part, layout) for part in proto.parts),
+        prompt=PromptKV(
+            proto.num_tokens,
+            blocks=tuple(map(BlockRef, proto.block_ids, proto.generations)),
+            span_hashes=tuple(proto.span_hashes),
+            chain_parent=proto.chain_parent,
+            states=tuple(map(BlockRef, proto.state_ids, proto.state_generations)),
+        ),
+    )
 
 
 def _check_counts(proto: kv_pb2.KVHandle, layout: KVLayout) -> None:

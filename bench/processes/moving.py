@@ -18,7 +18,7 @@ import uvloop
 
 from baton.worker.kv.native_digests import memory_kernels
 from bench.lib.cpu_time import cpu_s
-from kvtransfer.layout import BlockRef, KVGroup, KVLayout
+from kvtransfer.layout import BlockRef, KVGroup, KVLayout, PromptKV
 from kvtransfer.memory import digest
 from kvtransfer.memory.region import Region
 from kvtransfer.transfer.fetcher import Fetcher, FetchReport
@@ -83,10 +83,10 @@ async def serve(fd: int, block_bytes: int, transports: list[str]) -> None:
     while line := await loop.run_in_executor(None, sys.stdin.readline):
         key, count = json.loads(line)
         taker = taker or Fetcher(pool, b"taker", 2, local_host_id(), transports, numerics_class=NUMERICS).taker()
-        blocks = [BlockRef(block, 1) for block in scattered(num_blocks, count, 1)]
+        blocks = tuple(BlockRef(block, 1) for block in scattered(num_blocks, count, 1))
         num_tokens = count * BLOCK_TOKENS
-        names = [bytes([index % 256]) * 32 for index in range(num_tokens // 64)]
-        offer = source.offer(key, blocks, num_tokens, names, bytes(32), taker)
+        names = tuple(bytes([index % 256]) * 32 for index in range(num_tokens // 64))
+        offer = source.offer(key, PromptKV(num_tokens, blocks, names, bytes(32)), taker)
         source.finish(key)
         print(json.dumps([offer.handle.hex(), offer.ticket.hex()]), flush=True)
     await source.stop()

@@ -59,7 +59,7 @@ class SharedDestination:
         self.num_cached_tokens = destination.num_cached_tokens
         self._memory = memory
         self._destination = destination
-        least = 0 if handle.layout.state is None else handle.num_tokens
+        least = 0 if handle.layout.state is None else handle.prompt.num_tokens
         self._progress = CommonProgress(num_shares, self.num_cached_tokens, destination.verified, least)
         self._last: BlockRef | None = None  # the last block of `ids`
         self._room = np.empty(0, np.int64)  # buffer whose first part is `ids`

@@ -2,27 +2,11 @@
 of its own, and is ready when the whole prompt is."""
 
 import hashlib
-from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
-from kvtransfer.layout import STATE, BlockRef, Box, KVLayout
+from kvtransfer.layout import STATE, BlockRef, Box, KVLayout, PromptKV
 from kvtransfer.memory.digest import span_names
 from kvtransfer.transfer.leases import Lease, Watermark
-
-
-class LeasedPrompt(Protocol):
-    """A handle, or the lease behind it."""
-
-    @property
-    def num_tokens(self) -> int: ...
-    @property
-    def span_hashes(self) -> Sequence[bytes]: ...
-    @property
-    def chain_parent(self) -> bytes: ...
-    @property
-    def blocks(self) -> tuple[BlockRef, ...]: ...
-    @property
-    def states(self) -> tuple[BlockRef, ...]: ...
 
 
 class Extent(NamedTuple):
@@ -39,7 +23,7 @@ class Extent(NamedTuple):
         return Watermark(1, 1, lease.num_layers) if lease.is_complete else Watermark(0, 0, 0)
 
 
-def extent_of(prompt: LeasedPrompt, layout: KVLayout, box: Box) -> Extent:
+def extent_of(prompt: PromptKV, layout: KVLayout, box: Box) -> Extent:
     """Return what a dialogue about `box` of a prompt moves; `layout`: of the whole model."""
     names = span_names(prompt.span_hashes, prompt.chain_parent, prompt.num_tokens)
     if layout.groups[box.group].kind != STATE:

@@ -146,7 +146,7 @@ class Fetcher:
         await shared.caught_up()
         last_confirm = max(pull.last_confirm for pull in pulls)
         return FetchReport(
-            num_tokens=handle.num_tokens - shared.num_cached_tokens,
+            num_tokens=handle.prompt.num_tokens - shared.num_cached_tokens,
             num_bytes=sum(pull.num_bytes for pull in pulls),
             num_bytes_early=sum(pull.num_bytes_early for pull in pulls),
             transport="+".join(dict.fromkeys(transport for transport, _ in used)),

@@ -13,12 +13,12 @@ await a fetch whose taker is lost, because another ticket may replace it.
 import asyncio
 import logging
 import secrets
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable
 from enum import StrEnum
 from typing import NamedTuple
 
 from kvtransfer.errors import KVError, LeaseExpired, ProtocolError, TicketRefused, TransferCancelled
-from kvtransfer.layout import BlockRef
+from kvtransfer.layout import PromptKV
 from kvtransfer.naming import SPAN_TOKENS
 
 MAX_FETCHES = 64  # tickets of one lease
@@ -65,17 +65,12 @@ class Lease:
     """Keep the blocks of one prompt for its takers. `changed` is set when the watermark moves or the lease ends."""
 
     def __init__(
-        self, lease_id: bytes, key: Hashable, blocks: Sequence[BlockRef], num_tokens: int, num_layers: int,
-        span_hashes: Sequence[bytes], chain_parent: bytes, ttl_s: float, deadline: float,
-        states: Sequence[BlockRef] = (),
-    ):  # fmt: skip
+        self, lease_id: bytes, key: Hashable, prompt: PromptKV, num_layers: int, ttl_s: float, deadline: float
+    ):
         self.lease_id = lease_id
         self.key = key
-        self.blocks, self.states = tuple(blocks), tuple(states)
-        self.num_tokens = num_tokens
+        self.prompt = prompt
         self.num_layers = num_layers
-        self.span_hashes = tuple(span_hashes)
-        self.chain_parent = chain_parent
         self.ttl_s = ttl_s
         self.deadline = deadline
         self.watermark = Watermark(0, 0, 0)
@@ -87,7 +82,7 @@ class Lease:
     @property
     def is_complete(self) -> bool:
         """Return whether every layer of every token is written."""
-        return self.watermark.full_token == self.num_tokens
+        return self.watermark.full_token == self.prompt.num_tokens
 
     @property
     def is_taken(self) -> bool:
@@ -116,10 +111,11 @@ class Lease:
         incomplete span count only at the end of the prompt. Raises ValueError for a watermark that goes back or beyond
         the prompt."""
         layer = self.num_layers if upto_layer is None else upto_layer
-        if not 0 <= upto_token <= self.num_tokens or not 0 <= layer <= self.num_layers:
-            size = f"{self.num_tokens} tokens, {self.num_layers} layers"
+        num_tokens = self.prompt.num_tokens
+        if not 0 <= upto_token <= num_tokens or not 0 <= layer <= self.num_layers:
+            size = f"{num_tokens} tokens, {self.num_layers} layers"
             raise ValueError(f"watermark ({upto_token}, {layer}) beyond {size}")
-        token = upto_token if upto_token == self.num_tokens else upto_token // SPAN_TOKENS * SPAN_TOKENS
+        token = upto_token if upto_token == num_tokens else upto_token // SPAN_TOKENS * SPAN_TOKENS
         mark = self.watermark
         if layer == self.num_layers:
             if token < mark.upto_token:
@@ -163,17 +159,15 @@ class LeaseTable:
         return sum(len(lease.fetches) for lease in self._by_id.values())
 
     def grant(
-        self, key: Hashable, *, blocks: Sequence[BlockRef], num_tokens: int, num_layers: int,
-        span_hashes: Sequence[bytes], chain_parent: bytes, ttl_s: float, lease_id: bytes | None = None,
-        states: Sequence[BlockRef] = (),
-    ) -> Lease:  # fmt: skip
+        self, key: Hashable, prompt: PromptKV, *, num_layers: int, ttl_s: float, lease_id: bytes | None = None
+    ) -> Lease:
         """Grant a lease for `key`. Ranks of one source pass a common `lease_id`. Raises ValueError while `key` or the
         id has a lease."""
         lease_id = lease_id or secrets.token_bytes(16)
         if key in self._by_key or lease_id in self._by_id:
             raise ValueError(f"{key} has a lease already")
         deadline = self._clock() + ttl_s
-        lease = Lease(lease_id, key, blocks, num_tokens, num_layers, span_hashes, chain_parent, ttl_s, deadline, states)
+        lease = Lease(lease_id, key, prompt, num_layers, ttl_s, deadline)
         self._by_id[lease_id] = self._by_key[key] = lease
         return lease
 
@@ -222,8 +216,8 @@ class LeaseTable:
         """Mark the prefill complete, and release the lease if it is taken and awaits no fetch. Do nothing for a key
         without a lease."""
         if lease := self._by_key.get(key):
-            if lease.watermark.full_token < lease.num_tokens:
-                lease.advance(lease.num_tokens)
+            if not lease.is_complete:
+                lease.advance(lease.prompt.num_tokens)
             lease.is_finished = True
             self._release_if_done(lease)
 

@@ -46,7 +46,7 @@ class Pull:
         self.destination = destination
         self.codec = codec
         self.digest = digest
-        self.extent = extent = extent_of(handle, handle.layout, share.box)
+        self.extent = extent = extent_of(handle.prompt, handle.layout, share.box)
         # Cells are numbered as in the whole model: the same on both sides, whatever their block sizes and forms.
         self.digests = make_digests(digest, handle.layout, share.box, extent.names)
         self.source_sharding = sharding_of(share.part, handle.parts, handle.layout)
@@ -61,7 +61,7 @@ class Pull:
         self.generations = [block.generation for block in extent.blocks]  # of the source, when leased
         self.verified_token = destination.num_cached_tokens  # counted in the extent's tokens
         if extent.is_state:  # a state after cached tokens is of no use, unless all tokens are cached
-            self.verified_token = int(destination.num_cached_tokens == handle.num_tokens)
+            self.verified_token = int(destination.num_cached_tokens == handle.prompt.num_tokens)
         self.num_bytes = self.num_bytes_early = 0
         self.moving = Busy()
         self.last_ready = self.last_confirm = time.monotonic()
@@ -93,7 +93,7 @@ class Pull:
     def verified(self, upto_token: int) -> None:
         """Note that everything below `upto_token` of the extent is confirmed."""
         self.verified_token = upto_token
-        self.destination.verified(self._index, self.handle.num_tokens if self.extent.is_state else upto_token)
+        self.destination.verified(self._index, self.handle.prompt.num_tokens if self.extent.is_state else upto_token)
 
     async def run(self, connection: KVConnection, transport: str, want: kv_pb2.Want) -> None:
         """Pull over one connection until everything is verified. Raises PeerLost when the connection breaks, another
@@ -178,7 +178,7 @@ class TakerDialogue:
         if ready.payload_bytes != (num_bytes if self._sends else 0):
             raise ProtocolError(f"{ready.payload_bytes} bytes follow {moved}, which has {num_bytes}")
         if pull.extent.is_state:
-            pull.destination.make_room_for_state(pull.handle.num_tokens)
+            pull.destination.make_room_for_state(pull.handle.prompt.num_tokens)
         else:
             pull.destination.make_room(moved.token_end)
         await self._room_use.enter(moved, pull.ids[blocks_of(moved, self._cells.block_size)])

@@ -11,10 +11,9 @@ from typing import NamedTuple
 from baton import failpoints, tasks
 from kvtransfer.capabilities import CAPABILITIES
 from kvtransfer.compatible import relation
-from kvtransfer.layout import BlockRef, Endpoint, KVHandle, Part
+from kvtransfer.layout import Endpoint, KVHandle, Part, PromptKV
 from kvtransfer.memory.blocks import check_movable
 from kvtransfer.memory.convert import Codec
-from kvtransfer.naming import HASH_BYTES, SPAN_TOKENS
 from kvtransfer.transfer.connections import Connections
 from kvtransfer.transfer.leases import Lease, LeaseEnding, LeaseTable
 from kvtransfer.transfer.local_pool import LocalPool
@@ -22,7 +21,7 @@ from kvtransfer.transfer.source_dialogue import SourceContext, SourceDialogue
 from kvtransfer.transfer.ticket import TicketMint, parse_ticket
 from kvtransfer.transports.endpoints import Address, Listeners, Memories
 from kvtransfer.transports.transport import KVConnection, allowed
-from kvtransfer.wire import ID_BYTES, MAX_TOKENS, Taker, encode_handle
+from kvtransfer.wire import ID_BYTES, Taker, encode_handle
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,28 +88,20 @@ class Source:
         return self._listeners.endpoints
 
     def offer(
-        self, key: Hashable, blocks: Sequence[BlockRef], num_tokens: int, span_hashes: Sequence[bytes],
-        chain_parent: bytes, taker: Taker, num_ready_tokens: int = 0, lease_id: bytes | None = None,
-        states: Sequence[BlockRef] = (),
-    ) -> Offer:  # fmt: skip
-        """Grant a lease on `blocks`, and return the handle and the ticket that `taker` needs; the taker can pull
-        `num_ready_tokens` at once. `states`: for a layout with a state, the block that will hold it after the last
-        token. `lease_id`: given when several ranks lease their parts under one id, to be joined in one handle. Raises
-        LayoutMismatch for a taker that KV from here cannot feed, ValueError for counts that contradict each other or a
-        key that has a lease."""
+        self, key: Hashable, prompt: PromptKV, taker: Taker, *, num_ready_tokens: int = 0, lease_id: bytes | None = None
+    ) -> Offer:
+        """Lease a prompt's KV, and return the handle and the ticket that `taker` needs; the taker can pull
+        `num_ready_tokens` at once. `lease_id`: given when several ranks lease their parts under one id, to be joined in
+        one handle. Raises LayoutMismatch for a taker that KV from here cannot feed, ValueError for a prompt that does
+        not fit this layout or a key that has a lease."""
         self._check_taker(taker)
-        if not 1 <= num_tokens <= MAX_TOKENS or len(blocks) != self.layout.num_blocks(num_tokens):
-            raise ValueError(f"{len(blocks)} blocks for {num_tokens} tokens")
-        if len(states) != (self.layout.state is not None):
-            raise ValueError(f"{len(states)} states of one prompt")
-        if len(span_hashes) != num_tokens // SPAN_TOKENS or len(chain_parent) != HASH_BYTES:
-            raise ValueError(f"{len(span_hashes)} span hashes for {num_tokens} tokens")
-        self._pool.host.check_ids([block.block_id for block in blocks])
-        self._pool.host.check_ids([block.block_id for block in states], are_states=True)
-        lease = self._leases.grant(
-            key, blocks=blocks, num_tokens=num_tokens, num_layers=self.layout.num_layers, span_hashes=span_hashes,
-            chain_parent=chain_parent, ttl_s=self._ttl_s, lease_id=lease_id, states=states,
-        )  # fmt: skip
+        if len(prompt.blocks) != self.layout.num_blocks(prompt.num_tokens):
+            raise ValueError(f"{len(prompt.blocks)} blocks for {prompt.num_tokens} tokens")
+        if len(prompt.states) != (self.layout.state is not None):
+            raise ValueError(f"{len(prompt.states)} states of one prompt")
+        self._pool.host.check_ids([block.block_id for block in prompt.blocks])
+        self._pool.host.check_ids([block.block_id for block in prompt.states], are_states=True)
+        lease = self._leases.grant(key, prompt, num_layers=self.layout.num_layers, ttl_s=self._ttl_s, lease_id=lease_id)
         if num_ready_tokens:
             lease.advance(num_ready_tokens)
         self.counters["leases_granted"] += 1
@@ -193,11 +184,17 @@ class Source:
         check_movable(taker.layout)
 
     def _handle(self, lease: Lease) -> KVHandle:
+        identity, endpoints = self.identity, self.endpoints()
         return KVHandle(
-            self.identity.instance, self.identity.epoch, lease.lease_id, self.identity.model_identity,
-            self.identity.numerics_class, self.layout, tuple(Part(*box, self.endpoints()) for box in self._pool.sharding.shard if box.layers),
-            lease.num_tokens, lease.span_hashes, lease.chain_parent, lease.blocks, lease.states,
-        )  # fmt: skip
+            identity.instance,
+            identity.epoch,
+            lease.lease_id,
+            identity.model_identity,
+            identity.numerics_class,
+            self.layout,
+            parts=tuple(Part(*box, endpoints) for box in self._pool.sharding.shard if box.layers),
+            prompt=lease.prompt,
+        )
 
     async def _reap(self) -> None:
         while True:

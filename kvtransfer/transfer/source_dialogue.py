@@ -75,7 +75,7 @@ class _WantedShare:
         relation(layout, context.numerics_class, taker, context.numerics_class)  # the offer has compared the classes
         box = box_from_proto(want.part, layout)
         self.index = want.share
-        self.extent = extent = extent_of(lease, layout, box)
+        self.extent = extent = extent_of(lease.prompt, layout, box)
         self.cells = cells = context.pool.sharding.cells(context.pool.used_by(transport), box)
         self.digests = make_digests(want.digest, layout, box, extent.names)
         self.is_mirrored = cells.memory is context.pool.host or self.digests.reads_bytes

@@ -1,5 +1,3 @@
-from dataclasses import replace
-
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -7,7 +5,7 @@ from hypothesis import strategies as st
 from baton.v1 import kv_pb2
 from kvtransfer import wire
 from kvtransfer.errors import KVError, LayoutMismatch, ProtocolError, TicketRefused
-from kvtransfer.layout import BlockRef, Endpoint, KVHandle, Part
+from kvtransfer.layout import BlockRef, Endpoint, KVHandle, Part, PromptKV
 from kvtransfer.naming import SPAN_TOKENS
 from kvtransfer.transfer.ticket import TicketMint, parse_ticket
 from tests.support.kvtransfer.rig import layout
@@ -15,8 +13,8 @@ from tests.support.kvtransfer.rig import layout
 UINT32 = st.integers(0, 2**32 - 1)
 HANDLE = KVHandle(
     b"p", 2**64 - 1, b"l" * 16, b"m" * 32, "class", layout(),
-    (Part(0, range(3), range(2), (Endpoint("tcp", "h:1", "host"),)),), 70, (b"h" * 32,), b"h" * 32,
-    tuple(BlockRef(index, 2**63 + index) for index in range(5)),
+    (Part(0, range(3), range(2), (Endpoint("tcp", "h:1", "host"),)),),
+    PromptKV(70, tuple(BlockRef(index, 2**63 + index) for index in range(5)), (b"h" * 32,), b"h" * 32),
 )  # fmt: skip
 
 
@@ -51,8 +49,9 @@ def check_handle(handle: KVHandle | None) -> None:
     if handle is None:
         return
     assert wire.decode_handle(wire.encode_handle(handle)) == handle
-    assert 1 <= handle.num_tokens <= wire.MAX_TOKENS and len(handle.span_hashes) == handle.num_tokens // SPAN_TOKENS
-    assert len({block.block_id for block in handle.blocks}) == handle.layout.num_blocks(handle.num_tokens)
+    prompt = handle.prompt
+    assert 1 <= prompt.num_tokens <= wire.MAX_TOKENS and len(prompt.span_hashes) == prompt.num_tokens // SPAN_TOKENS
+    assert len({block.block_id for block in prompt.blocks}) == handle.layout.num_blocks(prompt.num_tokens)
     for part in handle.parts:
         group = handle.layout.groups[part.group]
         assert 0 <= part.layers.start < part.layers.stop <= group.num_layers
@@ -88,9 +87,11 @@ def test_damaged_handles_are_a_typed_refusal(position, noise):
 @example(num_tokens=70, ids=[0, 1, 2, 3, 4], num_hashes=2)
 @example(num_tokens=0, ids=[], num_hashes=0)
 def test_handles_that_contradict_themselves_are_a_typed_refusal(num_tokens, ids, num_hashes):
-    blocks = tuple(BlockRef(block_id, 1) for block_id in ids)
-    handle = replace(HANDLE, num_tokens=num_tokens, blocks=blocks, span_hashes=(b"h" * 32,) * num_hashes)
-    check_handle(taken(wire.decode_handle, wire.encode_handle(handle)))
+    proto = kv_pb2.KVHandle.FromString(wire.encode_handle(HANDLE))
+    proto.num_tokens = num_tokens
+    proto.block_ids[:], proto.generations[:] = ids, [1] * len(ids)
+    proto.span_hashes[:] = [b"h" * 32] * num_hashes
+    check_handle(taken(wire.decode_handle, proto.SerializeToString()))
 
 
 @given(st.builds(

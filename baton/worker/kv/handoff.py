@@ -11,7 +11,7 @@ from baton import failpoints
 from baton.engine.core.request import Acceptance, Key
 from baton.v1 import kv_pb2
 from baton.worker.legs.leg import Leg
-from kvtransfer.layout import BlockRef
+from kvtransfer.layout import PromptKV
 from kvtransfer.transfer.leases import LeaseEnding
 from kvtransfer.transfer.source import Offer
 from kvtransfer.wire import Taker, taker_from_proto
@@ -67,10 +67,7 @@ class LeasingSource(Protocol):
     """The source that Handoff uses: kvtransfer's Source, or RankedSource for a worker whose ranks have pools of their
     own. Its methods do what those of kvtransfer's Source say."""
 
-    def offer(
-        self, key: Hashable, blocks: Sequence[BlockRef], num_tokens: int, span_hashes: Sequence[bytes],
-        chain_parent: bytes, taker: Taker, num_ready_tokens: int = 0, *, states: Sequence[BlockRef] = (),
-    ) -> Offer: ...  # fmt: skip
+    def offer(self, key: Hashable, prompt: PromptKV, taker: Taker, *, num_ready_tokens: int = 0) -> Offer: ...
     def offer_again(self, lease_id: bytes, taker: Taker) -> Offer: ...
     def withdraw(self, ticket: bytes) -> None: ...
     def advance(self, key: Hashable, upto_token: int, upto_layer: int | None = None) -> None: ...
@@ -97,17 +94,9 @@ class Handoff:
     ) -> dict[str, bytes]:
         """Lease a prompt that is being prefilled; return lease_id, handle and ticket. Its cached tokens can be pulled
         immediately. Raises KVError for a taker that this KV cannot feed."""
-        request = leg.request
-        offer = self._source.offer(
-            leg.key,
-            acceptance.blocks,
-            len(request.token_ids),
-            request.span_hashes,
-            request.chain_parent,
-            taker,
-            num_ready_tokens=acceptance.num_cached_tokens,
-            states=acceptance.states,
-        )
+        request, num_tokens = leg.request, len(leg.request.token_ids)
+        prompt = PromptKV(num_tokens, acceptance.blocks, request.span_hashes, request.chain_parent, acceptance.states)
+        offer = self._source.offer(leg.key, prompt, taker, num_ready_tokens=acceptance.num_cached_tokens)
         failpoints.hit("prefill.accepted")
         return self._leased(leg, offer, on_lease_end)
 
@@ -116,10 +105,8 @@ class Handoff:
     ) -> dict[str, bytes]:
         """Lease whole spans that are cached here; return lease_id, handle and ticket."""
         num_tokens = acceptance.num_cached_tokens
-        offer = self._source.offer(
-            leg.key, acceptance.blocks, num_tokens, span_hashes, span_hashes[-1], taker, num_ready_tokens=num_tokens,
-            states=acceptance.states,
-        )  # fmt: skip
+        prompt = PromptKV(num_tokens, acceptance.blocks, tuple(span_hashes), span_hashes[-1], acceptance.states)
+        offer = self._source.offer(leg.key, prompt, taker, num_ready_tokens=num_tokens)
         self._source.finish(leg.key)
         return self._leased(leg, offer, on_lease_end)
 

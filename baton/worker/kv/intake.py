@@ -136,7 +136,7 @@ class Intake:
     def _begin_prefix(self, leg: Leg, handle: bytes, ticket: bytes, on_end, on_verified) -> None:
         """Fetch from one source. Verified tokens count as cached, for the next source too."""
         decoded = self._check(leg, handle)
-        num_tokens = decoded.num_tokens
+        num_tokens = decoded.prompt.num_tokens
         if num_tokens % SPAN_TOKENS or num_tokens >= len(leg.request.token_ids):
             raise ProtocolError(f"{num_tokens} tokens are no prefix of whole spans with something left to compute")
 
@@ -156,10 +156,10 @@ class Intake:
         self, leg: Leg, decoded: KVHandle, handle: bytes, ticket: bytes, on_end, on_verified, silence: asyncio.Timeout
     ) -> None:
         """Start the fetch; `silence` ends it early, though the request has time left."""
-        skipped = self._engine.admission.skip(leg.key, decoded.num_tokens)
+        skipped = self._engine.admission.skip(leg.key, decoded.prompt.num_tokens)
         begin = max(skipped, leg.num_cached_tokens) // SPAN_TOKENS * SPAN_TOKENS
         blocks = EngineBlocks(
-            self._engine, leg.key, min(begin, decoded.num_tokens), on_verified, partial(_restart, silence)
+            self._engine, leg.key, min(begin, decoded.prompt.num_tokens), on_verified, partial(_restart, silence)
         )
         fetch = partial(self._fetcher.fetch, handle, ticket, blocks, leg.request.deadline)
         leg.fetching = asyncio.create_task(_unless_silent(fetch, silence), name=f"fetch {leg.key}")
@@ -171,9 +171,10 @@ class Intake:
         """Return the decoded handle. Raises ProtocolError for another prompt's handle, whose KV would poison the
         cache."""
         handle = decode_handle(data)
-        if handle.num_tokens > len(leg.request.token_ids):
-            raise ProtocolError(f"the handle has {handle.num_tokens} tokens, the request {len(leg.request.token_ids)}")
-        if handle.span_hashes != leg.request.span_hashes[: len(handle.span_hashes)]:
+        prompt = handle.prompt
+        if prompt.num_tokens > len(leg.request.token_ids):
+            raise ProtocolError(f"the handle has {prompt.num_tokens} tokens, the request {len(leg.request.token_ids)}")
+        if prompt.span_hashes != leg.request.span_hashes[: len(prompt.span_hashes)]:
             raise ProtocolError("the handle is another prompt's: its span hashes are not the request's")
         return handle
 

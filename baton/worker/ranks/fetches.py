@@ -103,7 +103,7 @@ class RankedFetcher:
         own, *others = (_Share(destination, partial(progress.note, rank)) for rank in range(1 + len(self._others)))
         order: PullOrder = {
             "handle": handle.hex(), "ticket": ticket.hex(), "num_cached_tokens": cached,
-            "blocks": list(destination.set_aside(decode_handle(handle).num_tokens)),
+            "blocks": list(destination.set_aside(decode_handle(handle).prompt.num_tokens)),
             "within_s": deadline - time.monotonic(),
         }  # fmt: skip
 

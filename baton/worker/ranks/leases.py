@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from baton.worker.ranks.notes import DeviceSettings, OpenOrder
 from baton.worker.ranks.rank_pools import KVRank
 from kvtransfer.errors import LeaseExpired
-from kvtransfer.layout import BlockRef, Endpoint, Part
+from kvtransfer.layout import Endpoint, Part, PromptKV
 from kvtransfer.transfer.leases import LeaseEnding
 from kvtransfer.transfer.source import Offer, Source, SourceIdentity
 from kvtransfer.transfer.ticket import parse_ticket
@@ -68,30 +68,22 @@ class RankedSource:
         except TimeoutError:
             raise OSError(f"a rank has opened no port for its KV within {OPEN_S:.0f} s") from None
 
-    def offer(
-        self, key: Hashable, blocks: Sequence[BlockRef], num_tokens: int, span_hashes: Sequence[bytes],
-        chain_parent: bytes, taker: Taker, num_ready_tokens: int = 0, *, states: Sequence[BlockRef] = (),
-    ) -> Offer:  # fmt: skip
-        """Offer a prompt as Source.offer does. There are no `states`, since layers with a state are not divided."""
+    def offer(self, key: Hashable, prompt: PromptKV, taker: Taker, *, num_ready_tokens: int = 0) -> Offer:
+        """Offer a prompt as Source.offer does. It has no states, since layers with a state are not divided."""
         lease_id = secrets.token_bytes(ID_BYTES)
-        offer = self.own.offer(
-            key,
-            blocks,
-            num_tokens,
-            span_hashes,
-            chain_parent,
-            taker,
-            num_ready_tokens,
-            lease_id=lease_id,
-            states=states,
-        )
+        offer = self.own.offer(key, prompt, taker, num_ready_tokens=num_ready_tokens, lease_id=lease_id)
         self._leases[key] = _RankedLease(lease_id, set(self._givers))
         self._send_note(
-            lease_id, "offer", blocks=[list(block) for block in blocks], num_tokens=num_tokens,
-            span_hashes=[name.hex() for name in span_hashes], chain_parent=chain_parent.hex(),
-            taker=taker_to_proto(taker).SerializeToString().hex(), num_ready_tokens=num_ready_tokens,
+            lease_id,
+            "offer",
+            blocks=[list(block) for block in prompt.blocks],
+            num_tokens=prompt.num_tokens,
+            span_hashes=[name.hex() for name in prompt.span_hashes],
+            chain_parent=prompt.chain_parent.hex(),
+            taker=taker_to_proto(taker).SerializeToString().hex(),
+            num_ready_tokens=num_ready_tokens,
             ticket=offer.ticket.hex(),
-        )  # fmt: skip
+        )
         return self._joined(offer)
 
     def offer_again(self, lease_id: bytes, taker: Taker) -> Offer:

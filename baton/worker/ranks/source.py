@@ -7,7 +7,7 @@ from collections.abc import Callable, Hashable
 from baton.v1 import kv_pb2
 from baton.worker.ranks.notes import OpenOrder
 from kvtransfer.errors import KVError
-from kvtransfer.layout import BlockRef
+from kvtransfer.layout import BlockRef, PromptKV
 from kvtransfer.transfer.leases import LeaseEnding
 from kvtransfer.transfer.source import Source, SourceIdentity
 from kvtransfer.transfer.ticket import TicketMint
@@ -78,15 +78,13 @@ class RankSource:
 
     def _offer(self, source: Source, lease: bytes, note: dict) -> None:
         """Lease with the worker's lease id, which is also the key here, and the worker's ticket."""
-        blocks = [BlockRef(*block) for block in note["blocks"]]
+        blocks = tuple(BlockRef(*block) for block in note["blocks"])
         self._generations |= {block.block_id: block.generation for block in blocks}
         taker = taker_from_proto(kv_pb2.Taker.FromString(bytes.fromhex(note["taker"])))
-        names = [bytes.fromhex(name) for name in note["span_hashes"]]
-        parent = bytes.fromhex(note["chain_parent"])
+        names = tuple(bytes.fromhex(name) for name in note["span_hashes"])
         try:
-            own = source.offer(
-                lease, blocks, note["num_tokens"], names, parent, taker, note["num_ready_tokens"], lease_id=lease
-            )
+            prompt = PromptKV(note["num_tokens"], blocks, names, bytes.fromhex(note["chain_parent"]))
+            own = source.offer(lease, prompt, taker, num_ready_tokens=note["num_ready_tokens"], lease_id=lease)
         except (KVError, ValueError) as error:  # although the worker's own source has accepted it
             log.error("a lease cannot be given: %s", error)
             self._lease_ended(lease, LeaseEnding.CANCELLED)

@@ -296,9 +296,9 @@ async def main(folder):
     read = lambda: asyncio.get_running_loop().run_in_executor(None, sys.stdin.readline)
     while line := await read():
         num_tokens, taker = json.loads(line)
-        blocks = [BlockRef(block, 5) for block in range(layout().num_blocks(num_tokens))]
+        blocks = tuple(BlockRef(block, 5) for block in range(layout().num_blocks(num_tokens)))
         hashes, taker = span_hashes(num_tokens), taker_from_proto(kv_pb2.Taker.FromString(bytes.fromhex(taker)))
-        offer = source.offer("k", blocks, num_tokens, hashes, hashes[-1], taker, 64)
+        offer = source.offer("k", PromptKV(num_tokens, blocks, tuple(hashes), hashes[-1]), taker, num_ready_tokens=64)
         print(json.dumps([offer.handle.hex(), offer.ticket.hex()]), flush=True)
         source.finish("k")
     await source.stop()

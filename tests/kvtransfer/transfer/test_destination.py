@@ -3,7 +3,7 @@
 import pytest
 
 from kvtransfer.errors import ProtocolError, StaleBlocks, TransferFailed
-from kvtransfer.layout import STATE, BlockRef, KVGroup, KVHandle, KVLayout
+from kvtransfer.layout import STATE, BlockRef, KVGroup, KVHandle, KVLayout, PromptKV
 from kvtransfer.memory.blocks import BlockMemory
 from kvtransfer.transfer.destination import SharedDestination
 
@@ -56,7 +56,9 @@ class Growing(Destination):
 
 def shared_by(destination, layout: KVLayout = LAYOUT) -> SharedDestination:
     memory = BlockMemory(bytearray(layout.pool_bytes(NUM_BLOCKS, 4 if layout.state else 0)), layout)
-    handle = KVHandle(b"", 0, b"", b"", "", layout, (), NUM_BLOCKS * 16, (), b"", ())
+    num_tokens = NUM_BLOCKS * 16
+    prompt = PromptKV(num_tokens, (), (bytes(32),) * (num_tokens // 64), bytes(32))
+    handle = KVHandle(b"", 0, b"", b"", "", layout, (), prompt)
     return SharedDestination(memory, destination, 1, handle)
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from kvtransfer import errors
-from kvtransfer.layout import BlockRef
+from kvtransfer.layout import BlockRef, PromptKV
 from kvtransfer.transfer import dialogue, pull
 from kvtransfer.transfer.source import Source
 from tests.support.kvtransfer.faults import FAULTS, POINTS, FaultConnection, Plan
@@ -493,7 +493,7 @@ def test_an_offer_of_blocks_that_are_not_there(bad):
         async with Cluster("tcp", *PAIRS["alike"]) as cluster:
             source = cluster.sources[0]
             with pytest.raises((errors.ProtocolError, ValueError)):
-                source.offer("k", bad, 10, [], bytes(32), cluster.fetchers[0].taker())
+                source.offer("k", PromptKV(10, tuple(bad), (), bytes(32)), cluster.fetchers[0].taker())
             assert source.num_leases == 0
 
     asyncio.run(main())

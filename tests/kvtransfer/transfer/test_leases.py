@@ -4,7 +4,7 @@ import time
 import pytest
 
 from kvtransfer.errors import LeaseExpired, ProtocolError, TicketRefused, TransferCancelled
-from kvtransfer.layout import BlockRef
+from kvtransfer.layout import BlockRef, PromptKV
 from kvtransfer.transfer.leases import LeaseTable, Watermark
 from tests.support.kvtransfer.rig import running, until
 
@@ -25,11 +25,9 @@ class Table(LeaseTable):
         super().__init__(self.clock, lambda key, ending: (self.released.append(key), self.endings.append(ending)))
 
     def lease(self, key="k", ttl_s=5.0):
-        blocks = [BlockRef(index, 1) for index in range(5)]
-        lease = self.grant(
-            key, blocks=blocks, num_tokens=NUM_TOKENS, num_layers=NUM_LAYERS, span_hashes=[bytes(32)] * 4,
-            chain_parent=bytes(32), ttl_s=ttl_s,
-        )  # fmt: skip
+        blocks = tuple(BlockRef(index, 1) for index in range(5))
+        prompt = PromptKV(NUM_TOKENS, blocks, (bytes(32),) * 4, bytes(32))
+        lease = self.grant(key, prompt, num_layers=NUM_LAYERS, ttl_s=ttl_s)
         lease.add_fetch(b"first")
         return lease
 

@@ -150,8 +150,8 @@ def test_swapped_requests_are_found(name):
         async with running(name) as rig:
             offer = rig.ready_offer()
             handle = wire.decode_handle(offer.handle)
-            other = tuple(bytes([200 + index]) * 32 for index in range(len(handle.span_hashes)))
-            object.__setattr__(handle, "span_hashes", other)
+            other = tuple(bytes([200 + index]) * 32 for index in range(len(handle.prompt.span_hashes)))
+            object.__setattr__(handle.prompt, "span_hashes", other)
             destination = rig.destination()
             with pytest.raises(errors.DigestMismatch):
                 await rig.fetch(offer._replace(handle=wire.encode_handle(handle)), destination)

@@ -7,14 +7,14 @@ import pytest
 
 from baton.v1 import kv_pb2
 from kvtransfer import errors, wire
-from kvtransfer.layout import KVGroup, KVLayout
+from kvtransfer.layout import KVGroup, KVLayout, PromptKV
 from kvtransfer.transports import grpc_stream, socket_folder
 from tests.support.kvtransfer.rig import NUM_TOKENS, assert_still_serves, kind, layout, running
 
 
 def _spoiled(handle, **changes):
     for field, value in changes.items():
-        object.__setattr__(handle, field, value)
+        object.__setattr__(handle if hasattr(handle, field) else handle.prompt, field, value)
     return wire.encode_handle(handle)
 
 
@@ -22,7 +22,7 @@ def test_bad_handles_are_refused_before_anything(name):
     async def main():
         async with running(name) as rig:
             offer, destination = rig.ready_offer(), rig.destination()
-            blocks = wire.decode_handle(offer.handle).blocks
+            blocks = wire.decode_handle(offer.handle).prompt.blocks
             bad = (
                 dict(blocks=()), dict(num_tokens=0), dict(num_tokens=NUM_TOKENS + 999), dict(span_hashes=()),
                 dict(parts=()), dict(lease_id=b"short"), dict(layout=layout(32)), dict(layout=layout(16, "fp16")),
@@ -46,7 +46,7 @@ def test_blocks_beyond_the_sources_pool(name):
         async with running(name) as rig:
             offer, destination = rig.ready_offer(), rig.destination()
             handle = wire.decode_handle(offer.handle)
-            far = tuple(block._replace(block_id=1_000_000 + index) for index, block in enumerate(handle.blocks))
+            far = tuple(block._replace(block_id=1_000_000 + index) for index, block in enumerate(handle.prompt.blocks))
             with pytest.raises(errors.ProtocolError, match="beyond a pool"):
                 await rig.fetch(offer._replace(handle=_spoiled(handle, blocks=far)), destination)
             assert destination.upto == []
@@ -83,10 +83,10 @@ def test_source_refuses_bad_offers(name):
             taker = rig.fetcher.taker()
             for blocks, num_tokens in (([], 0), ([], 10), (rig.destination().blocks[:3], 64)):
                 with pytest.raises(ValueError):
-                    rig.source.offer("k", blocks, num_tokens, [], bytes(32), taker)
+                    rig.source.offer("k", PromptKV(num_tokens, tuple(blocks), (), bytes(32)), taker)
             with pytest.raises(errors.ProtocolError):
-                foreign = [block._replace(block_id=99) for block in rig.destination(64).blocks]
-                rig.source.offer("k", foreign, 64, [bytes(32)], bytes(32), taker)
+                foreign = tuple(block._replace(block_id=99) for block in rig.destination(64).blocks)
+                rig.source.offer("k", PromptKV(64, foreign, (bytes(32),), bytes(32)), taker)
             rig.offer()
             with pytest.raises(ValueError, match="has a lease"):
                 rig.offer()

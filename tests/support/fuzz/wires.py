@@ -8,7 +8,7 @@ from baton.engine.engine import Engine
 from baton.worker.kv.convert import convert_rows
 from baton.worker.kv.intake import EngineBlocks
 from kvtransfer.errors import DigestMismatch, LayoutMismatch, ProtocolError
-from kvtransfer.layout import BlockRef
+from kvtransfer.layout import BlockRef, PromptKV
 from kvtransfer.memory.region import Region
 from kvtransfer.naming import SPAN_TOKENS
 from kvtransfer.transfer.fetcher import Fetcher
@@ -54,7 +54,10 @@ class Wires:
         taker_words = self._in_loop(fetcher.taker)
         offer = self._in_loop(
             lambda: self._sources[self._engines.index(source)].offer(
-                lease, blocks, num_tokens, hashes, parent, taker_words, num_ready
+                lease,
+                PromptKV(num_tokens, tuple(blocks), tuple(hashes), parent),
+                taker_words,
+                num_ready_tokens=num_ready,
             )
         )
         blocks_of_key = EngineBlocks(taker, key, min(begin, num_tokens), lambda token: None)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from kvtransfer.layout import BlockRef, KVGroup, KVLayout
+from kvtransfer.layout import BlockRef, KVGroup, KVLayout, PromptKV
 from kvtransfer.memory.region import Region
 from kvtransfer.transfer.fetcher import Fetcher
 from kvtransfer.transfer.local_pool import LocalPool
@@ -175,12 +175,13 @@ class Rig:
 
     def offer(self, key="k", num_tokens=NUM_TOKENS, fetcher: Fetcher | None = None, num_ready_tokens=0) -> Offer:
         count = self.layout.num_blocks(num_tokens)
-        blocks = [BlockRef(int(block), 5) for block in self.source_ids[:count]]
+        blocks = tuple(BlockRef(int(block), 5) for block in self.source_ids[:count])
         taker = (fetcher or self.fetcher).taker()
         hashes = span_hashes(num_tokens)
         parent = hashes[-1] if hashes else bytes(32)
-        states = [BlockRef(self.source_state, 9)] if self.layout.state else []
-        return self.source.offer(key, blocks, num_tokens, hashes, parent, taker, num_ready_tokens, states=states)
+        states = (BlockRef(self.source_state, 9),) if self.layout.state else ()
+        prompt = PromptKV(num_tokens, blocks, tuple(hashes), parent, states)
+        return self.source.offer(key, prompt, taker, num_ready_tokens=num_ready_tokens)
 
     def ready_offer(self, key="k", num_tokens=NUM_TOKENS) -> Offer:
         offer = self.offer(key, num_tokens)

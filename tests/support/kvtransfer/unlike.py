@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from kvtransfer.layout import KV_FORMS, BlockRef, Box, KVGroup, KVLayout
+from kvtransfer.layout import KV_FORMS, BlockRef, Box, KVGroup, KVLayout, PromptKV
 from kvtransfer.memory.blocks import BlockMemory, Cells
 from kvtransfer.memory.region import Region
 from kvtransfer.memory.reshard import Shard, Sharding
@@ -187,12 +187,12 @@ class Cluster:
 
     def offer(self, key, num_tokens: int):
         """(handle, ticket): each rank leases its part under one name."""
-        blocks = [BlockRef(int(block), 5) for block in self.source_ids[: self.source_layout.num_blocks(num_tokens)]]
+        num_blocks = self.source_layout.num_blocks(num_tokens)
+        blocks = tuple(BlockRef(int(block), 5) for block in self.source_ids[:num_blocks])
         hashes, lease_id = span_hashes(num_tokens), secrets.token_bytes(16)
         parent, taker = hashes[-1] if hashes else bytes(32), self.fetchers[0].taker()
-        offers = [
-            source.offer(key, blocks, num_tokens, hashes, parent, taker, lease_id=lease_id) for source in self.sources
-        ]
+        prompt = PromptKV(num_tokens, blocks, tuple(hashes), parent)
+        offers = [source.offer(key, prompt, taker, lease_id=lease_id) for source in self.sources]
         for source in self.sources[1:]:
             source.admit(key, offers[0].ticket)
             source.withdraw(offers[self.sources.index(source)].ticket)

@@ -38,7 +38,8 @@ def engine() -> EngineDouble:
 
 
 def offer(monkeypatch, num_tokens: int) -> None:
-    handle = SimpleNamespace(num_tokens=num_tokens, span_hashes=(), source_instance=b"")
+    prompt = SimpleNamespace(num_tokens=num_tokens, span_hashes=())
+    handle = SimpleNamespace(prompt=prompt, source_instance=b"")
     monkeypatch.setattr(intake, "decode_handle", lambda data: handle)
 
 

@@ -25,7 +25,8 @@ async def test_final_is_what_the_engine_does_not_compute_again(block_size, num_s
     """It does what is a part of a block, and all of it where the state stands inside of one."""
     engine, said = toy_engine(block_size=block_size, num_blocks=16, num_states=num_states), []
     request = make_request("a", [5 + index % 80 for index in range(NUM_TOKENS + 70)])
-    handle = SimpleNamespace(num_tokens=NUM_TOKENS, span_hashes=request.span_hashes[:3], source_instance=b"")
+    prompt = SimpleNamespace(num_tokens=NUM_TOKENS, span_hashes=request.span_hashes[:3])
+    handle = SimpleNamespace(prompt=prompt, source_instance=b"")
     monkeypatch.setattr(intake, "decode_handle", lambda data: handle)
     engine.admission.accept(request, fetches=True)
     counts = dict(num_cached_tokens=0, num_pulled_tokens=0)

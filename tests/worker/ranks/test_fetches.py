@@ -5,6 +5,7 @@ import asyncio
 import math
 import socket
 from contextlib import asynccontextmanager
+from types import SimpleNamespace
 
 import pytest
 
@@ -73,7 +74,8 @@ class Pulling:
 @asynccontextmanager
 async def group(monkeypatch):
     """A worker of three ranks: (fetcher, what each pulls, the other ranks' ends of their streams)."""
-    monkeypatch.setattr(fetches, "decode_handle", lambda handle: type("Handle", (), {"num_tokens": NUM_TOKENS}))
+    handle = SimpleNamespace(prompt=SimpleNamespace(num_tokens=NUM_TOKENS))
+    monkeypatch.setattr(fetches, "decode_handle", lambda data: handle)
     pulling = [Pulling(100, "shm"), Pulling(200, "shm"), Pulling(300, "tcp")]
     others, ends, streams = [], [], []
     for each in pulling[1:]:

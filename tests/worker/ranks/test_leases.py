@@ -10,7 +10,7 @@ import pytest
 from baton.worker.ranks.leases import RankedSource
 from baton.worker.ranks.rank_pools import KVRank, gives, sharding_of
 from kvtransfer.errors import LeaseExpired
-from kvtransfer.layout import BlockRef, Box, KVGroup, KVLayout
+from kvtransfer.layout import BlockRef, Box, KVGroup, KVLayout, PromptKV
 from kvtransfer.memory.reshard import Sharding
 from kvtransfer.transfer.leases import LeaseEnding
 from kvtransfer.transfer.local_pool import LocalPool
@@ -66,7 +66,7 @@ class GroupHarness:
         for index in range(3):
             self.source.handle_note(index, {"endpoints": [["tcp", f"rank:{index + 1}", "host"]]})
         await starting
-        offer = self.source.offer(KEY, [BlockRef(0, 0)], 16, [], b"p" * 32, TAKER)
+        offer = self.source.offer(KEY, PromptKV(16, (BlockRef(0, 0),), (), b"p" * 32), TAKER)
         self.handle, self.lease = decode_handle(offer.handle), offer.lease_id
         return self
 
