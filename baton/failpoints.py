@@ -18,7 +18,7 @@ import signal
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -146,21 +146,18 @@ class _Board:
             self._passed.clear()
 
 
-def _nothing(name: str, values: Collection[int] = ()) -> float:
-    return 0.0
+_board = _Board(text) if (text := os.environ.get(VARIABLE, "")) else None
 
 
-def _make(text: str) -> Callable[..., float]:
-    return _Board(text).hit if text else _nothing
-
-
-# `hit(name)`, `hit(name, values)`; returns the seconds that a clock which is read there is off.
-hit = _make(os.environ.get(VARIABLE, ""))
+def hit(name: str, values: Collection[int] = ()) -> float:
+    """Do what is armed at this place, which passes `values`. Return by how many seconds a clock that is read here is
+    off."""
+    return 0.0 if _board is None else _board.hit(name, values)
 
 
 async def hit_in_task(name: str) -> None:
     """Do what `hit(name)` does, but let a sleep hold up this task only, not the event loop."""
-    armed = None if hit is _nothing else hit.__self__.due(name)  # pyright: ignore[reportFunctionMemberAccess]
+    armed = None if _board is None else _board.due(name)
     if armed is not None and armed.action == "sleep":
         await asyncio.sleep(armed.seconds)
     elif armed is not None:
@@ -170,4 +167,4 @@ async def hit_in_task(name: str) -> None:
 def is_armed(*names: str) -> bool:
     """Return whether any of these places is armed, for code that would otherwise skip it more often than a test
     expects."""
-    return hit is not _nothing and hit.__self__.is_armed(names)  # pyright: ignore[reportFunctionMemberAccess]
+    return _board is not None and _board.is_armed(names)

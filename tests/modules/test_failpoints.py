@@ -27,7 +27,7 @@ def run(text: str) -> subprocess.CompletedProcess:
 def test_nothing_without_the_variable():
     ended = run("")
     assert ended.stdout.split() == ["0", "1", "2", "3"] and not ended.stderr
-    assert failpoints._make("") is failpoints._nothing
+    assert failpoints._board is None
 
 
 @pytest.mark.parametrize("text", ["engine.step=kill@3", "engine.batch[22]=kill", "engine.batch[10]=kill@3"])
@@ -86,12 +86,12 @@ def test_a_file_is_read_again(tmp_path):
 
 def test_who_would_pass_less_often_can_ask(monkeypatch):
     assert not failpoints.is_armed("engine.step")
-    monkeypatch.setattr(failpoints, "hit", failpoints._make("engine.step=sleep:0.1"))
+    monkeypatch.setattr(failpoints, "_board", failpoints._Board("engine.step=sleep:0.1"))
     assert failpoints.is_armed("engine.batch", "engine.step") and not failpoints.is_armed("engine.batch")
 
 
 def test_a_sleep_holds_up_its_task_and_not_the_event_loop(monkeypatch):
-    monkeypatch.setattr(failpoints, "hit", failpoints._make("transfer.landed=sleep:0.2, engine.step=fail"))
+    monkeypatch.setattr(failpoints, "_board", failpoints._Board("transfer.landed=sleep:0.2, engine.step=fail"))
 
     async def run() -> list[str]:
         order = []

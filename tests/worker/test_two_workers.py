@@ -32,7 +32,7 @@ def model(tmp_path_factory):
 @pytest.fixture
 def slow(monkeypatch):
     """Slow steps down, so that a request still runs when a test acts on it."""
-    monkeypatch.setattr(failpoints, "hit", failpoints._make(SLOW_STEPS))
+    monkeypatch.setattr(failpoints, "_board", failpoints._Board(SLOW_STEPS))
 
 
 def prompt(num_tokens: int, seed: int = 1) -> list[int]:

@@ -202,7 +202,7 @@ async def generate_with_sources(pair, spec, sources):
 @pytest.mark.parametrize("block_size", [32, 128])
 def test_a_prefill_worker_pulls_its_prefix(model, block_size, monkeypatch):
     """And passes it on while it reads the rest, which takes a while."""
-    monkeypatch.setattr(failpoints, "hit", failpoints._make(SLOW_STEPS))
+    monkeypatch.setattr(failpoints, "_board", failpoints._Board(SLOW_STEPS))
     turn1, turn2 = prompt(200), prompt(200) + prompt(90, 3)
 
     async def main():

@@ -208,7 +208,7 @@ def test_cancelled_between_calls_it_ends_at_once(folder):
 
 
 def test_where_steps_are_hurt_each_is_one(folder, monkeypatch):
-    monkeypatch.setattr(failpoints, "hit", failpoints._make("engine.step=sleep:0"))
+    monkeypatch.setattr(failpoints, "_board", failpoints._Board("engine.step=sleep:0"))
     engine = load(folder)
     engine.submit(make_request("a", prompt(5, 1), 20, named=False))
     engine.step()
