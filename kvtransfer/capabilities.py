@@ -47,3 +47,5 @@ CAPABILITIES = {
         Capabilities("grpc", same_host=False, same_process=False, source_sends=True, num_copies=6, passes_proxies=True),
     )
 }
+SAME_HOST_TRANSPORTS = frozenset(name for name, each in CAPABILITIES.items() if each.same_host)
+RUNS_TRANSPORTS = frozenset(name for name, each in CAPABILITIES.items() if each.reads_runs)

@@ -15,8 +15,6 @@ ModelIdentity = NewType("ModelIdentity", bytes)
 SPAN_TOKENS = 64
 HASH_BYTES = 32
 FORMAT_VERSION = b"baton-span-1"
-SAME_HOST_TRANSPORTS = frozenset(("inproc", "cuda_ipc", "shm"))  # that do not reach another host
-RUNS_TRANSPORTS = frozenset(("cuda_ipc", "nixl"))  # for blocks of one size and form alone, and for no state
 
 
 def model_identity(config: bytes, weight_manifest: bytes, tokenizer: bytes) -> ModelIdentity:

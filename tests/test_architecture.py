@@ -91,6 +91,7 @@ ROOMS = {
         "baton.protocol",
         "baton.tokenizer",
         "baton.constraints",
+        "kvtransfer.capabilities",
         "kvtransfer.naming",
     ),
     "baton.worker": (
@@ -132,6 +133,7 @@ WITHOUT = {
 }
 # Standard library only.
 PLAIN = (
+    "kvtransfer.capabilities",
     "kvtransfer.naming",
     "kvtransfer.layout",
     "baton.addresses",

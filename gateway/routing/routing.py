@@ -14,7 +14,7 @@ from typing import NamedTuple, TypeVar
 from baton.protocol import ADAPTER_LOADING, ADAPTER_SLOTS, DEFAULT_TENANT, NO_ADAPTER, TOO_LONG
 from baton.service.slo import Slo
 from gateway.routing.latency_model import Pace
-from kvtransfer.naming import RUNS_TRANSPORTS, SAME_HOST_TRANSPORTS
+from kvtransfer.capabilities import RUNS_TRANSPORTS, SAME_HOST_TRANSPORTS
 
 # Up to this length the round trips of a split cost more than reading the prompt beside the running batch.
 SHORT_TOKENS = 64

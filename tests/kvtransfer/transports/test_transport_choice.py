@@ -1,9 +1,8 @@
 import pytest
 
-from kvtransfer.capabilities import CAPABILITIES, DEVICE
+from kvtransfer.capabilities import CAPABILITIES, DEVICE, RUNS_TRANSPORTS, SAME_HOST_TRANSPORTS
 from kvtransfer.errors import TransferFailed
 from kvtransfer.layout import Endpoint
-from kvtransfer.naming import RUNS_TRANSPORTS, SAME_HOST_TRANSPORTS
 from kvtransfer.transports import transport
 from kvtransfer.transports.transport import Busy, TransferRates, allowed, choose
 
@@ -76,9 +75,8 @@ def test_each_transport_has_the_capabilities_of_the_table():
         "tcp": (False, False, True, ("host",)), "grpc": (False, False, True, ("host",)),
     }  # fmt: skip
     assert [can.name for can in CAPABILITIES.values() if can.passes_proxies] == ["grpc"]
-    # Gateways pair workers by that set.
-    assert {can.name for can in CAPABILITIES.values() if can.same_host} == SAME_HOST_TRANSPORTS
-    assert {can.name for can in CAPABILITIES.values() if can.reads_runs} == RUNS_TRANSPORTS
+    # Gateways pair workers by these sets.
+    assert {"inproc", "cuda_ipc", "shm"} == SAME_HOST_TRANSPORTS and {"cuda_ipc", "nixl"} == RUNS_TRANSPORTS
 
 
 def test_busy_counts_the_wall_clock_once(monkeypatch):
