@@ -35,14 +35,13 @@ from baton.v1 import inference_pb2 as pb
 from baton.v1 import inference_pb2_grpc
 from bench.lib.report import Report, finish, interleave, medians, start
 from bench.processes.moving import BLOCK_TOKENS, Pair, scattered
-from kvtransfer.layout import KVGroup, KVLayout
+from kvtransfer.layout import KVGroup, KVLayout, Range
 from kvtransfer.memory.blocks import BlockMemory, Cells
 from kvtransfer.memory.byte_runs import BoxOfPool, merged_runs
 from kvtransfer.memory.cuda_runtime import find_runtime
 from kvtransfer.memory.digest import make_digests
 from kvtransfer.naming import SPAN_TOKENS
 from kvtransfer.transports.nixl_engine import find_package
-from kvtransfer.wire import Range
 from tests.support.stack import Stack
 
 KIB, MIB = 1 << 10, 1 << 20

@@ -89,11 +89,11 @@ _BY_STATUS = {
 }  # fmt: skip
 
 
-def from_status(status: str, message: str) -> KVError:
+def received_error(status: str, message: str) -> KVError:
     """Return the error that the other side's End names."""
-    return of_status(status, f"the other side ended with {status}: {message}")
+    return error_of(status, f"the other side ended with {status}: {message}")
 
 
-def of_status(status: str, message: str) -> KVError:
+def error_of(status: str, message: str) -> KVError:
     """Return the error that has this status."""
     return _BY_STATUS.get(status, TransferFailed)(message)

@@ -203,6 +203,29 @@ class Part:
         return Box(self.group, self.layers, self.heads)
 
 
+class Range(NamedTuple):
+    """Name whole tokens of whole layers."""
+
+    token_begin: int
+    token_end: int
+    layer_begin: int
+    layer_end: int
+
+    @property
+    def num_tokens(self) -> int:
+        return self.token_end - self.token_begin
+
+
+@dataclass(frozen=True, slots=True)
+class Taker:
+    """Describe a taker to the source that makes it an offer."""
+
+    instance: bytes
+    epoch: int
+    layout: KVLayout
+    numerics_class: str
+
+
 @dataclass(frozen=True, slots=True)
 class PromptKV:
     """Name one prompt's KV in the pool of a source. Raises ValueError for counts that contradict each other."""

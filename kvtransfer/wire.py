@@ -3,8 +3,6 @@
 A frame is an 8-byte header (magic, version, reserved, length) and a KVFrame; raw KV bytes may follow a Ready frame."""
 
 import struct
-from dataclasses import dataclass
-from typing import NamedTuple
 
 from google.protobuf.message import DecodeError
 
@@ -21,6 +19,8 @@ from kvtransfer.layout import (
     KVLayout,
     Part,
     PromptKV,
+    Range,
+    Taker,
 )
 from kvtransfer.naming import HASH_BYTES, SPAN_TOKENS
 
@@ -34,29 +34,6 @@ _MAX_DIMENSION = 1 << 16
 _MAX_BLOCK_BYTES = 1 << 32
 _MAX_GROUPS = 16
 ID_BYTES = 16
-
-
-class Range(NamedTuple):
-    """Name whole tokens of whole layers."""
-
-    token_begin: int
-    token_end: int
-    layer_begin: int
-    layer_end: int
-
-    @property
-    def num_tokens(self) -> int:
-        return self.token_end - self.token_begin
-
-
-@dataclass(frozen=True, slots=True)
-class Taker:
-    """Describe a taker to the source that makes it an offer."""
-
-    instance: bytes
-    epoch: int
-    layout: KVLayout
-    numerics_class: str
 
 
 def layout_to_proto(layout: KVLayout) -> kv_pb2.KVLayout:

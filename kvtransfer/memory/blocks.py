@@ -13,9 +13,8 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from kvtransfer.errors import LayoutMismatch, ProtocolError
-from kvtransfer.layout import LAYOUT_VERSION, STATE, Box, KVLayout
+from kvtransfer.layout import LAYOUT_VERSION, STATE, Box, KVLayout, Range
 from kvtransfer.naming import SPAN_TOKENS
-from kvtransfer.wire import Range
 
 STAGING_BYTES = 256 << 10  # stays in the second-level cache
 # Rows are staged in parts of this size, which stay in the last-level cache (measured: 1.1 GB/s with 256 KiB, mostly

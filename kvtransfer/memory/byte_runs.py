@@ -7,9 +7,8 @@ from typing import NamedTuple
 import numpy as np
 
 from kvtransfer.errors import ProtocolError
-from kvtransfer.layout import Box, KVLayout
+from kvtransfer.layout import Box, KVLayout, Range
 from kvtransfer.memory.blocks import pieces_of
-from kvtransfer.wire import Range
 
 SOURCE, OWN, WIDTH, SOURCE_PITCH, OWN_PITCH, HEIGHT = range(6)  # columns of an array of runs
 

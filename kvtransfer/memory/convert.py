@@ -15,10 +15,9 @@ from typing import NamedTuple
 import numpy as np
 
 from kvtransfer.errors import LayoutMismatch, TransferFailed
-from kvtransfer.layout import KVGroup
+from kvtransfer.layout import KVGroup, Range
 from kvtransfer.memory.blocks import Cells, Staged, chunks, flat_staged
 from kvtransfer.memory.digest import Digests
-from kvtransfer.wire import Range
 
 # (rows uint8 [n, row bytes], scales uint8 [n, scale bytes], source form, taker form) -> (rows, scales); n counts
 # (layer, k|v, head, token) rows.

@@ -19,10 +19,9 @@ import numpy as np
 
 from baton.v1 import kv_pb2
 from kvtransfer.errors import DigestMismatch, ProtocolError
-from kvtransfer.layout import Box, KVLayout
+from kvtransfer.layout import Box, KVLayout, Range
 from kvtransfer.memory.blocks import Cells, Piece, Staged, pieces_of, selections
 from kvtransfer.naming import SPAN_TOKENS
-from kvtransfer.wire import Range
 
 WordSums = Callable[..., np.ndarray]  # as MemoryKernels.word_sums
 _SCALE_WEIGHTS = 1 << 32  # word indexes of scales start here

@@ -16,9 +16,9 @@ from collections.abc import Coroutine, Sequence
 
 from baton.v1 import kv_pb2
 from kvtransfer.errors import PeerLost, ProtocolError
+from kvtransfer.layout import Range
 from kvtransfer.naming import SPAN_TOKENS
 from kvtransfer.transfer.leases import Watermark
-from kvtransfer.wire import Range
 
 RENEW_S = 1.0
 LAST_WORDS_S = 1.0

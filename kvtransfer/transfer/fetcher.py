@@ -20,7 +20,7 @@ from kvtransfer.errors import (
     TransferTimedOut,
     TransportBroken,
 )
-from kvtransfer.layout import KVHandle
+from kvtransfer.layout import KVHandle, Taker
 from kvtransfer.memory.blocks import check_movable
 from kvtransfer.memory.convert import Codec
 from kvtransfer.memory.digest import KINDS
@@ -34,7 +34,7 @@ from kvtransfer.transports import inproc
 from kvtransfer.transports.endpoints import Dialer
 from kvtransfer.transports.grpc_stream import OPEN, Security
 from kvtransfer.transports.transport import KVConnection, TransferRates, TransportChoice, allowed, choose
-from kvtransfer.wire import Taker, decode_handle
+from kvtransfer.wire import decode_handle
 
 _PAUSES_S = (0.05, 0.2, 0.5)  # before each new connection to a source that was lost
 _MAX_KEPT = 256  # (source, transport) pairs that are remembered

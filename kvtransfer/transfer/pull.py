@@ -11,8 +11,8 @@ import numpy as np
 from baton import failpoints
 from baton.v1 import kv_pb2
 from kvtransfer.capabilities import CAPABILITIES
-from kvtransfer.errors import DigestMismatch, KVError, PeerLost, ProtocolError, StaleBlocks, from_status
-from kvtransfer.layout import KVHandle, KVLayout
+from kvtransfer.errors import DigestMismatch, KVError, PeerLost, ProtocolError, StaleBlocks, received_error
+from kvtransfer.layout import KVHandle, KVLayout, Range
 from kvtransfer.memory.blocks import BlockMemory, Cells, blocks_of
 from kvtransfer.memory.byte_runs import merged_runs
 from kvtransfer.memory.convert import Codec, read
@@ -25,7 +25,7 @@ from kvtransfer.transfer.extent import extent_of
 from kvtransfer.transfer.local_pool import LocalPool
 from kvtransfer.transfer.mirror_room import RoomUse, Side
 from kvtransfer.transports.transport import Busy, KVConnection, run_blocking
-from kvtransfer.wire import Range, box_to_proto, layout_to_proto, range_from_proto, range_to_proto
+from kvtransfer.wire import box_to_proto, layout_to_proto, range_from_proto, range_to_proto
 
 _NUM_CHECKING = 2  # ranges checked at a time: one is copied while another is digested, so no thread waits for the loop
 _MAX_WAITING = 4  # ranges that are announced or in place, and not yet digested
@@ -161,7 +161,7 @@ class TakerDialogue:
                 case "renew":
                     pass
                 case "end":
-                    raise from_status(frame.end.status, frame.end.message)
+                    raise received_error(frame.end.status, frame.end.message)
                 case kind:
                     raise ProtocolError(f"{kind} from a source in mid-dialogue")
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from baton import failpoints, tasks
 from kvtransfer.capabilities import CAPABILITIES
 from kvtransfer.compatible import relation
-from kvtransfer.layout import Endpoint, KVHandle, Part, PromptKV
+from kvtransfer.layout import Endpoint, KVHandle, Part, PromptKV, Taker
 from kvtransfer.memory.blocks import check_movable
 from kvtransfer.memory.convert import Codec
 from kvtransfer.transfer.connections import Connections
@@ -21,7 +21,7 @@ from kvtransfer.transfer.source_dialogue import SourceContext, SourceDialogue
 from kvtransfer.transfer.ticket import TicketMint, parse_ticket
 from kvtransfer.transports.endpoints import Address, Listeners, Memories
 from kvtransfer.transports.transport import KVConnection, allowed
-from kvtransfer.wire import ID_BYTES, Taker, encode_handle
+from kvtransfer.wire import ID_BYTES, encode_handle
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ from baton.v1 import kv_pb2
 from kvtransfer.capabilities import CAPABILITIES
 from kvtransfer.compatible import relation
 from kvtransfer.errors import KVError, PeerLost, ProtocolError, StaleBlocks, TicketRefused
+from kvtransfer.layout import Range
 from kvtransfer.memory.blocks import blocks_of
 from kvtransfer.memory.convert import Codec, encode, row_sizes
 from kvtransfer.memory.digest import make_digests
@@ -28,14 +29,7 @@ from kvtransfer.transfer.local_pool import LocalPool
 from kvtransfer.transfer.mirror_room import RoomUse, Side
 from kvtransfer.transfer.ticket import TicketMint
 from kvtransfer.transports.transport import KVConnection, run_blocking
-from kvtransfer.wire import (
-    MAX_FRAME_BYTES,
-    Range,
-    box_from_proto,
-    layout_from_proto,
-    range_from_proto,
-    range_to_proto,
-)
+from kvtransfer.wire import MAX_FRAME_BYTES, box_from_proto, layout_from_proto, range_from_proto, range_to_proto
 
 GENERATION_BYTES = 8  # per block in a Ready frame
 MAX_UNACKED = 4  # ranges under way, so that a slow taker slows the source down

@@ -11,7 +11,7 @@ import grpc
 
 from baton.tasks import cancel_call
 from baton.v1 import kv_pb2
-from kvtransfer.errors import PeerLost, ProtocolError, from_status
+from kvtransfer.errors import PeerLost, ProtocolError, received_error
 from kvtransfer.memory.blocks import BlockMemory
 from kvtransfer.transports import tcp
 from kvtransfer.transports.socket_connection import SILENCE_S
@@ -146,7 +146,7 @@ class GrpcConnection:
         frame_length(message[:HEADER_BYTES], self._max_frame_bytes)
         frame = decode_frame(message[HEADER_BYTES:])
         if frame.WhichOneof("kind") == "end":
-            raise from_status(frame.end.status, frame.end.message)
+            raise received_error(frame.end.status, frame.end.message)
         raise ProtocolError(f"{frame.WhichOneof('kind')} amid the bytes that were announced")
 
     async def drain(self) -> None:

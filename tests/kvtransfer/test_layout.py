@@ -2,9 +2,8 @@ import numpy as np
 import pytest
 
 from kvtransfer.errors import LayoutMismatch, ProtocolError
-from kvtransfer.layout import KVGroup, KVLayout, NumericsClass
+from kvtransfer.layout import KVGroup, KVLayout, NumericsClass, Range
 from kvtransfer.memory.blocks import BlockMemory, Cells, Piece, check_movable, pieces_of, selections
-from kvtransfer.wire import Range
 from tests.support.kvtransfer.rig import layout
 
 

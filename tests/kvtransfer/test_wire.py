@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 from baton.v1 import kv_pb2
 from kvtransfer import wire
 from kvtransfer.errors import KVError, LayoutMismatch, ProtocolError, TicketRefused
-from kvtransfer.layout import BlockRef, Endpoint, KVHandle, Part, PromptKV
+from kvtransfer.layout import BlockRef, Endpoint, KVHandle, Part, PromptKV, Taker
 from kvtransfer.naming import SPAN_TOKENS
 from kvtransfer.transfer.ticket import TicketMint, parse_ticket
 from tests.support.kvtransfer.rig import layout
@@ -23,7 +23,7 @@ def test_handle_round_trip():
 
 
 def test_taker_round_trip():
-    taker = wire.Taker(b"d", 3, layout(), "class")
+    taker = Taker(b"d", 3, layout(), "class")
     assert wire.taker_from_proto(wire.taker_to_proto(taker)) == taker
     with pytest.raises(ProtocolError):
         wire.taker_from_proto(kv_pb2.Taker(epoch=3, layout=wire.layout_to_proto(layout())))

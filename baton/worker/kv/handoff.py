@@ -11,10 +11,10 @@ from baton import failpoints
 from baton.engine.core.request import Acceptance, Key
 from baton.v1 import kv_pb2
 from baton.worker.legs.leg import Leg
-from kvtransfer.layout import PromptKV
+from kvtransfer.layout import PromptKV, Taker
 from kvtransfer.transfer.leases import LeaseEnding
 from kvtransfer.transfer.source import Offer
-from kvtransfer.wire import Taker, taker_from_proto
+from kvtransfer.wire import taker_from_proto
 
 OnLeaseEnd = Callable[[Key, LeaseEnding], None]  # called with the key of the leg
 

@@ -18,7 +18,7 @@ from functools import partial
 
 from baton import tasks
 from baton.worker.ranks.notes import LocalStream, PullOrder
-from kvtransfer.errors import PeerLost, of_status
+from kvtransfer.errors import PeerLost, error_of
 from kvtransfer.layout import BlockRef
 from kvtransfer.transfer.destination import CommonProgress, Destination
 from kvtransfer.transfer.dialogue import together
@@ -85,7 +85,7 @@ class RankFetches:
         finally:
             del self._open[name]
         if "failed" in heard:
-            raise of_status(*heard["failed"])
+            raise error_of(*heard["failed"])
         return FetchReport(**heard["report"])
 
 

@@ -16,11 +16,11 @@ from dataclasses import dataclass, replace
 from baton.worker.ranks.notes import DeviceSettings, OpenOrder
 from baton.worker.ranks.rank_pools import KVRank
 from kvtransfer.errors import LeaseExpired
-from kvtransfer.layout import Endpoint, Part, PromptKV
+from kvtransfer.layout import Endpoint, Part, PromptKV, Taker
 from kvtransfer.transfer.leases import LeaseEnding
 from kvtransfer.transfer.source import Offer, Source, SourceIdentity
 from kvtransfer.transfer.ticket import parse_ticket
-from kvtransfer.wire import ID_BYTES, Taker, decode_handle, encode_handle, taker_to_proto
+from kvtransfer.wire import ID_BYTES, decode_handle, encode_handle, taker_to_proto
 
 OPEN_S = 10.0  # for the ranks to open their ports
 

@@ -7,9 +7,9 @@ from baton.worker.session.leg_machine import LegMachine
 from baton.worker.session.opening import check_key
 from baton.worker.wire import end_status, messages
 from kvtransfer.errors import LeaseExpired
+from kvtransfer.layout import Taker
 from kvtransfer.naming import SPAN_TOKENS
 from kvtransfer.transfer.leases import LeaseEnding
-from kvtransfer.wire import Taker
 
 
 def offer(machine: LegMachine, leg: Leg, message: pb.Offer) -> None:

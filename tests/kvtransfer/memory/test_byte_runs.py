@@ -3,9 +3,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtransfer.layout import Box, KVGroup, KVLayout
+from kvtransfer.layout import Box, KVGroup, KVLayout, Range
 from kvtransfer.memory.byte_runs import HEIGHT, WIDTH, BoxOfPool, merged_runs, single_rows
-from kvtransfer.wire import Range
 
 NUM_BLOCKS = 12
 

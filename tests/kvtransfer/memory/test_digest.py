@@ -2,10 +2,9 @@ import numpy as np
 import pytest
 
 from kvtransfer.errors import ProtocolError
-from kvtransfer.layout import KVGroup, KVLayout
+from kvtransfer.layout import KVGroup, KVLayout, Range
 from kvtransfer.memory.blocks import BlockMemory, Cells
 from kvtransfer.memory.digest import cell_sums, make_digests, mix64, span_names, staged_sums, weights
-from kvtransfer.wire import Range
 
 NUM_LAYERS, NUM_CELLS, NUM_TOKENS = 3, 4, 300
 FORMS = (("bf16", 16), ("fp32", 12), ("int8", 16), ("int4", 10), ("fp8_e4m3", 12))

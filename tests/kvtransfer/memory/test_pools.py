@@ -14,12 +14,12 @@ import torch
 
 from baton.worker.kv.device_pool import STAGING_BYTES, Crossing
 from kvtransfer import errors
-from kvtransfer.layout import Box
+from kvtransfer.layout import Box, Range
 from kvtransfer.memory.blocks import BlockMemory, Cells
 from kvtransfer.memory.digest import cell_sums
 from kvtransfer.memory.pools import BytePlaces, DevicePool, OnDevice
 from kvtransfer.transports.transport import TransportChoice
-from kvtransfer.wire import Range, taker_to_proto
+from kvtransfer.wire import taker_to_proto
 from tests.support.kvtransfer.cuda_stand_in import Cudart, Host
 from tests.support.kvtransfer.rig import NUM_BLOCKS, NUM_TOKENS, Rig, assert_still_serves, kind, layout, running, until
 

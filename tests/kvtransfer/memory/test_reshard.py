@@ -9,12 +9,11 @@ import pytest
 from kvtransfer import errors
 from kvtransfer.compatible import EXACT, MIXED, gives, relation, takes
 from kvtransfer.errors import LayoutMismatch, ProtocolError
-from kvtransfer.layout import KV_FORMS, Box, Endpoint, KVGroup, KVLayout, Part
+from kvtransfer.layout import KV_FORMS, Box, Endpoint, KVGroup, KVLayout, Part, Range
 from kvtransfer.memory import blocks
 from kvtransfer.memory.convert import encode, read
 from kvtransfer.memory.digest import make_digests, span_names
 from kvtransfer.memory.reshard import plan, sharding_of
-from kvtransfer.wire import Range
 from tests.support.kvtransfer.rig import Destination, span_hashes, until
 from tests.support.kvtransfer.unlike import (
     IDENTITY,

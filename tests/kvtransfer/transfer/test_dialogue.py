@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 
 from kvtransfer import wire
 from kvtransfer.errors import PeerLost, ProtocolError, TicketRefused
+from kvtransfer.layout import Range
 from kvtransfer.transfer import dialogue, source_dialogue
 from kvtransfer.transfer.dialogue import Cursor
 from kvtransfer.transfer.leases import Watermark
-from kvtransfer.wire import Range
 from tests.support.kvtransfer.rig import NUM_TOKENS, kind, running, until
 
 NUM_LAYERS = 5

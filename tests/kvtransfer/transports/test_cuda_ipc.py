@@ -11,13 +11,12 @@ import pytest
 
 from baton.v1 import kv_pb2
 from kvtransfer import errors
-from kvtransfer.layout import KVGroup, KVLayout
+from kvtransfer.layout import KVGroup, KVLayout, Range
 from kvtransfer.memory.byte_runs import BoxOfPool, merged_runs
 from kvtransfer.memory.cuda_runtime import CudaError, CudaRuntime, find_runtime
 from kvtransfer.memory.device_memory import DeviceRegion
 from kvtransfer.transports import cuda_ipc
 from kvtransfer.transports.cuda_ipc import Copier, CudaIpcListener
-from kvtransfer.wire import Range
 from tests.support.kvtransfer.cuda_stand_in import Cudart, Host
 from tests.support.kvtransfer.gpu import copied_to_host
 

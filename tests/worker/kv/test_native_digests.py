@@ -8,10 +8,9 @@ from baton.engine import native
 from baton.engine.kv.stored_forms import encode
 from baton.worker.kv.convert import convert_rows
 from baton.worker.kv.native_digests import memory_kernels
-from kvtransfer.layout import Box, KVGroup, KVLayout
+from kvtransfer.layout import Box, KVGroup, KVLayout, Range
 from kvtransfer.memory import digest
 from kvtransfer.memory.blocks import BlockMemory, Cells, MemoryKernels
-from kvtransfer.wire import Range
 
 NUM_TOKENS = 300
 RANGES = (Range(0, NUM_TOKENS, 0, 3), Range(64, 192, 1, 3), Range(256, NUM_TOKENS, 0, 1))

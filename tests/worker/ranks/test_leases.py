@@ -10,13 +10,13 @@ import pytest
 from baton.worker.ranks.leases import RankedSource
 from baton.worker.ranks.rank_pools import KVRank, gives, sharding_of
 from kvtransfer.errors import LeaseExpired
-from kvtransfer.layout import BlockRef, Box, KVGroup, KVLayout, PromptKV
+from kvtransfer.layout import BlockRef, Box, KVGroup, KVLayout, PromptKV, Taker
 from kvtransfer.memory.reshard import Sharding
 from kvtransfer.transfer.leases import LeaseEnding
 from kvtransfer.transfer.local_pool import LocalPool
 from kvtransfer.transfer.source import Source, SourceIdentity
 from kvtransfer.transfer.ticket import TicketMint
-from kvtransfer.wire import Taker, decode_handle
+from kvtransfer.wire import decode_handle
 
 LAYOUT = KVLayout((KVGroup("paged", 2, 2, 8, "bf16", 16),))
 KEY, INSTANCE = "key", b"i" * 16
