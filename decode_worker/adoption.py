@@ -14,7 +14,7 @@ from kvtransfer.transfer.fetcher import FetchReport
 
 def fetch(machine: LegMachine, leg: Leg, message: pb.Fetch) -> None:
     """Begin to pull the KV that the handle names."""
-    leg.fetch_at = time.monotonic()
+    leg.times.fetch_at = time.monotonic()
     machine.intake.begin(leg, message.handle, message.ticket, machine.fetch_ended)
     leg.owed.add(Owed.FETCH)
 
@@ -25,7 +25,7 @@ def report_fetched(machine: LegMachine, leg: Leg, report: FetchReport) -> None:
 
 def keep_first_tokens(machine: LegMachine, leg: Leg, message: pb.Start) -> None:
     """Keep the first tokens until the KV is here. Raises ValueError for tokens or choices that do not exist."""
-    leg.start_at = time.monotonic()
+    leg.times.start_at = time.monotonic()
     num_choices, vocab_size = leg.request.sampling.n, machine.engine.spec.vocab_size
     leg.first_tokens = messages.first_tokens_of(message.first_tokens, num_choices, vocab_size)
 
@@ -38,7 +38,7 @@ def start(machine: LegMachine, leg: Leg, message: pb.Start) -> None:
 def start_fetched(machine: LegMachine, leg: Leg, report: FetchReport) -> None:
     """Start a leg that waited for its KV."""
     report_fetched(machine, leg, report)
-    leg.kv_wait_s = time.monotonic() - leg.start_at
+    leg.times.kv_wait_s = time.monotonic() - leg.times.start_at
     _decode(machine, leg)
 
 

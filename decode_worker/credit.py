@@ -30,7 +30,7 @@ def admit(machine: LegMachine, leg: Leg, message: pb.Admit) -> None:
 def prefill_here(machine: LegMachine, leg: Leg, message: pb.Prefill) -> None:
     """Read the prompt here, or the part of it that is not cached. If the prompt is not to be answered there was no
     Admit, so Granted confirms it."""
-    leg.prefill_at = time.monotonic()
+    leg.times.prefill_at = time.monotonic()
     if leg.request is not None:
         compute_rest(machine, leg, None)
     else:
@@ -44,9 +44,9 @@ def prefill_here(machine: LegMachine, leg: Leg, message: pb.Prefill) -> None:
 def report_done(machine: LegMachine, leg: Leg, done: PrefillDone) -> None:
     """Report the first tokens of a prompt that was read here; decoding follows. For a prompt that is not answered,
     report its vector; its end follows."""
-    leg.prefill_done, leg.prefill_done_at = done, time.monotonic()
+    leg.prefill_done = done
     if leg.request.pooling is None:
-        leg.start_at = leg.start_at or leg.prefill_done_at
+        leg.times.start_at = leg.times.start_at or time.monotonic()
         leg.num_output_tokens += len(done.first_tokens)
         leg.record = TokenRecord(leg.request, done.first_tokens)
     failpoints.hit("prefill.done")

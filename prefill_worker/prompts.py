@@ -27,7 +27,7 @@ def prefill(machine: LegMachine, leg: Leg, message: pb.Prefill) -> None:
     leg.sources = [(source.handle, source.ticket) for source in message.sources]
     acceptance = machine.engine.admission.accept(request, bool(leg.sources))
     leg.owed.add(Owed.ENGINE)
-    leg.prefill_at = time.monotonic()
+    leg.times.prefill_at = time.monotonic()
     leg.num_cached_tokens = acceptance.num_cached_tokens
     ticketed = machine.handoff.lease_prompt(leg, acceptance, taker, machine.lease_ended)
     leg.owed.add(Owed.LEASE)
@@ -43,7 +43,7 @@ def pull_prefix(machine: LegMachine, leg: Leg, status: Status | None) -> None:
     if status is not None:
         leg.pull_failure = status
         log.warning("prefix not pulled %s", fields(key=leg.key, reason=status.message))
-    leg.fetch_at = leg.fetch_at or time.monotonic()
+    leg.times.fetch_at = leg.times.fetch_at or time.monotonic()
     if machine.intake.begin_prefix(leg, machine.fetch_ended, partial(machine.handoff.advance, leg)):
         leg.owed.add(Owed.FETCH)
     else:
@@ -57,10 +57,10 @@ def advance(machine: LegMachine, leg: Leg, progress: Progress) -> None:
 
 def hold(machine: LegMachine, leg: Leg, done: PrefillDone) -> None:
     """Report the first tokens, and keep the KV until its taker has all of it."""
-    leg.prefill_done, leg.prefill_done_at = done, time.monotonic()
+    leg.prefill_done = done
     failpoints.hit("prefill.done")
     pulled = None
-    if leg.fetch_ended_at is not None:
+    if leg.times.fetch_ended_at is not None:
         why = leg.pull_failure or end_status.OK
         pulled = pb.Pulled(num_tokens=leg.num_pulled_tokens, reason=why.reason, failure=why.message)
     leg.outbox.reply(messages.done(leg.key, done, pulled))  # before the lease moves: a client waits for the first token

@@ -2,6 +2,7 @@
 from."""
 
 import asyncio
+from dataclasses import dataclass
 from enum import Enum
 
 from baton.engine.core.request import DecodeReport, FirstToken, Key, PrefillDone, Request
@@ -18,6 +19,17 @@ class Owed(Enum):
     ENGINE = "engine"  # RequestEnded
     FETCH = "fetch"  # the task that lets bytes land here
     LEASE = "lease"  # the taker's
+
+
+@dataclass(slots=True)
+class LegTimes:
+    """When a leg reached what its spans show, on time.monotonic()."""
+
+    prefill_at: float | None = None  # this worker began to read the prompt, or its rest after a fetch
+    fetch_at: float | None = None
+    fetch_ended_at: float | None = None
+    start_at: float | None = None  # Start came, or the local prefill was done
+    kv_wait_s: float = 0.0  # from Start until the last KV was here
 
 
 class Leg:
@@ -46,13 +58,8 @@ class Leg:
         self.fetching: asyncio.Task | None = None
         self.timer: asyncio.TimerHandle | None = None
         # for spans and reports
-        self.prefill_at: float | None = None  # from when on its prompt, or the rest behind a fetch, is read here
-        self.prefill_done_at: float | None = None
+        self.times = LegTimes()
         self.prefill_done: PrefillDone | None = None
-        self.fetch_at: float | None = None
-        self.fetch_ended_at: float | None = None
         self.fetch_report: FetchReport | None = None
-        self.start_at: float | None = None  # Start came, or the local prefill was done
-        self.kv_wait_s = 0.0
         self.report: DecodeReport | None = None
         self.num_output_tokens = 0

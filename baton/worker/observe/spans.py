@@ -31,17 +31,17 @@ class Spans:
             telemetry.emit_later(self._emit_leg, leg, parent, time.monotonic())
 
     def _emit_leg(self, leg: Leg, parent: TraceContext, ended_at: float) -> None:
-        if leg.prefill_at is not None:
+        if leg.times.prefill_at is not None:
             self._emit_prefill(leg, parent, ended_at)
-        if leg.fetch_at is not None:
+        if leg.times.fetch_at is not None:
             self._emit_transfer(leg, parent, ended_at)
-        if leg.start_at is not None:
+        if leg.times.start_at is not None:
             self._emit_decode(leg, parent, ended_at)
 
     def _emit_prefill(self, leg: Leg, parent: TraceContext, ended_at: float) -> None:
         done = leg.prefill_done
         # From the engine's durations: outputs are delivered later than the prefill ends.
-        end_at = leg.prefill_at + done.queue_s + done.prefill_s if done else ended_at
+        end_at = leg.times.prefill_at + done.queue_s + done.prefill_s if done else ended_at
         attributes = self._attributes(leg) | {
             "gen_ai.usage.input_tokens": leg.request.num_prompt_tokens,
             "baton.num_cached_tokens": done.num_cached_tokens if done else None,
@@ -49,10 +49,10 @@ class Spans:
         }
         # If the lease fails later, the prefill has not.
         status = "ok" if done else _status(leg)
-        span = self._emit_span("prefill", leg, parent, leg.prefill_at, end_at, attributes, status)
+        span = self._emit_span("prefill", leg, parent, leg.times.prefill_at, end_at, attributes, status)
         if done:
-            launched_at = leg.prefill_at + done.queue_s
-            self._emit_span("prefill.queue", leg, span, leg.prefill_at, launched_at, {}, "ok")
+            launched_at = leg.times.prefill_at + done.queue_s
+            self._emit_span("prefill.queue", leg, span, leg.times.prefill_at, launched_at, {}, "ok")
             self._emit_span("prefill.compute", leg, span, launched_at, end_at, {}, "ok")
 
     def _emit_transfer(self, leg: Leg, parent: TraceContext, ended_at: float) -> None:
@@ -68,11 +68,11 @@ class Spans:
                 "baton.num_bytes_early": report.num_bytes_early,
                 "baton.numerics": report.numerics,
             }
-        end_at = leg.fetch_ended_at or ended_at
+        end_at = leg.times.fetch_ended_at or ended_at
         status = "ok" if report else _status(leg)
         # A prefix that a prefill worker pulls comes from another request, so there is no span to link to.
-        links = [] if leg.prefill_at is not None else [self._context(leg, parent, "prefill")]
-        self._emit_span("kv.transfer", leg, parent, leg.fetch_at, end_at, attributes, status, links)
+        links = [] if leg.times.prefill_at is not None else [self._context(leg, parent, "prefill")]
+        self._emit_span("kv.transfer", leg, parent, leg.times.fetch_at, end_at, attributes, status, links)
 
     def _emit_decode(self, leg: Leg, parent: TraceContext, ended_at: float) -> None:
         report = leg.report
@@ -80,7 +80,7 @@ class Spans:
             "gen_ai.usage.output_tokens": leg.num_output_tokens,
             "baton.num_steps": report.num_steps if report else None,
             "baton.num_preemptions": report.num_preemptions if report else None,
-            "baton.kv_wait_s": leg.kv_wait_s,
+            "baton.kv_wait_s": leg.times.kv_wait_s,
         }
         if report and report.num_drafts:
             attributes |= {
@@ -93,10 +93,12 @@ class Spans:
             }
         parked_at = report.preempted_at if report else ()
         events = [SpanEvent("preemption", _wall_ns(leg, at)) for at in parked_at]
-        span = self._emit_span("decode", leg, parent, leg.start_at, ended_at, attributes, _status(leg), events=events)
+        span = self._emit_span(
+            "decode", leg, parent, leg.times.start_at, ended_at, attributes, _status(leg), events=events
+        )
         if report and report.num_steps:
-            first_at = min(leg.start_at + leg.kv_wait_s + report.decode_queue_s, ended_at)
-            self._emit_span("decode.queue", leg, span, leg.start_at, first_at, {}, "ok")
+            first_at = min(leg.times.start_at + leg.times.kv_wait_s + report.decode_queue_s, ended_at)
+            self._emit_span("decode.queue", leg, span, leg.times.start_at, first_at, {}, "ok")
             self._emit_span("decode.steps", leg, span, first_at, ended_at, {}, _status(leg))
 
     def _attributes(self, leg: Leg) -> dict[str, object]:

@@ -81,8 +81,8 @@ def report_end(machine: LegMachine, leg: Leg, payload: None) -> None:
 
 def _send_end(leg: Leg) -> None:
     if leg.num_matched_tokens is None:
-        report = leg.report if leg.start_at is not None else None
-        leg.outbox.end(messages.ended(leg.key, leg.status, report, leg.kv_wait_s))
+        report = leg.report if leg.times.start_at is not None else None
+        leg.outbox.end(messages.ended(leg.key, leg.status, report, leg.times.kv_wait_s))
     else:
         not_here = pb.NotHere(key=key_to_proto(leg.key), num_matched_tokens=leg.num_matched_tokens)
         leg.outbox.reply(pb.Event(not_here=not_here))

@@ -127,7 +127,7 @@ class LegMachine:
         """Note that no more bytes of the leg's fetch can land. None: the engine has ended the leg, and its RequestEnded
         says why."""
         leg.owed.discard(Owed.FETCH)
-        leg.fetch_ended_at = time.monotonic()
+        leg.times.fetch_ended_at = time.monotonic()
         if isinstance(outcome, FetchReport):
             leg.fetch_report = outcome
             self.happen(leg, LegEvent.FETCHED, outcome)
