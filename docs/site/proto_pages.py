@@ -9,7 +9,9 @@ from typing import NamedTuple
 _SERVICE = re.compile(r"^service (\w+) \{\n(.*?)^\}", re.DOTALL | re.MULTILINE)
 _METHOD = re.compile(r"((?:^ *//.*\n)*)^ *rpc (\w+)\((.*?)\) returns \((.*?)\);", re.MULTILINE)
 _BLOCK = re.compile(r"((?:^//[^\n]*\n)*)^(?:message|enum) (\w+) \{(?:\n(.*?)^)?\}", re.DOTALL | re.MULTILINE)
-_FIELD = re.compile(r"(?P<type>(?:optional |repeated )?[\w.]+(?:<.*?>)? )?(?P<name>\w+) = (?P<number>\d+);")
+_FIELD = re.compile(
+    r"(?P<type>(?:optional |repeated )?[\w.]+(?:<.*?>)? )?(?P<name>\w+) = (?P<number>\d+)(?: \[deprecated = true\])?;"
+)
 
 
 class Method(NamedTuple):
