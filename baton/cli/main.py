@@ -21,12 +21,17 @@ COMMANDS = {  # and where each is below baton.cli
 }  # fmt: skip
 
 
+_STREAMS = {"stdin": "r", "stdout": "w", "stderr": "w"}
+
+
 def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
+    for name, mode in _STREAMS.items():
+        if getattr(sys, name) is None:  # closed by who started it
+            setattr(sys, name, open(os.devnull, mode))
     try:
         status = _run(argv)
-        if sys.stdout is not None:  # the parent may have closed it
-            sys.stdout.flush()
+        sys.stdout.flush()
         return status
     except BrokenPipeError:  # the reader has ended, as in `baton top | head`
         _leave_stdout()

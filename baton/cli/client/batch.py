@@ -60,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         if not stat.S_ISREG(args.file.stat().st_mode):
             raise ValueError(f"{args.file} is no regular file: its lines are read twice")
-        output = args.output or args.file.with_suffix(".results.jsonl")
+        output = args.output or args.file.with_name(f"{args.file.name.removesuffix('.jsonl')}.results.jsonl")
         if output.exists() and output.samefile(args.file):
             raise ValueError(f"--output {output} is the input")
         access = read_access(args)
@@ -69,6 +69,8 @@ def run(args: argparse.Namespace) -> int:
             return _continue(args, access, results, num_lines, num_done)
     except (ValueError, SettingsError) as error:
         return fail("baton batch", error, WRONG_USE)
+    except BrokenPipeError:  # of `baton batch | true`: the command itself ends it
+        raise
     except OSError as error:
         return fail("baton batch", f"{error.filename}: {error.strerror}", WRONG_USE)
 
@@ -142,18 +144,23 @@ async def _send(
 
 
 def _compare(file: Path, output: ResultsFile) -> tuple[int, int]:
-    """Return the number of lines and how many of them have a result. Raises ValueError if the results belong to other
-    requests, OSError."""
-    results = output.read()
+    """Return the number of lines and how many of them have a result. Raises ValueError if two requests have one name or
+    the results belong to other requests, OSError."""
+    results, numbers = output.read(), dict[str, int]()
     num_lines = num_done = 0
     for num_lines, line in enumerate(_lines(file), 1):
+        custom_id = custom_id_of(line)
+        if custom_id is not None and (first := numbers.setdefault(custom_id, num_lines)) != num_lines:
+            raise ValueError(
+                f"{file}: requests {first} and {num_lines} have the custom_id {custom_id!r}: give each its own"
+            )
         result = next(results, None)
         if result is not None:
             num_done += 1
-            if result.get("custom_id") != custom_id_of(line):
+            if result.get("custom_id") != custom_id:
                 raise ValueError(
                     f"{output.path}: result {num_done} is of {result.get('custom_id')!r}, request {num_lines} is "
-                    f"{custom_id_of(line)!r}: choose another --output"
+                    f"{custom_id!r}: choose another --output"
                 )
     if next(results, None) is not None:
         raise ValueError(f"{output.path} has more results than {file} has requests: choose another --output")
@@ -162,7 +169,7 @@ def _compare(file: Path, output: ResultsFile) -> tuple[int, int]:
 
 def _lines(file: Path) -> Iterator[str]:
     """Yield the lines that are not empty."""
-    with file.open(encoding="utf-8-sig", errors="surrogateescape") as lines:
+    with file.open(encoding="utf-8-sig", errors="surrogateescape", newline="\n") as lines:  # \r is blank in JSON
         for line in lines:
             if line.strip():
                 yield line

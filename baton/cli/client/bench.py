@@ -122,16 +122,18 @@ def run(args: argparse.Namespace) -> int:
             return _compare(first, second, args.out)
         _check(args)
         entries = read_trace(args.trace) if args.trace else None
-        with _results(args.out) as folder:
+        with contextlib.ExitStack() as at_end, _results(args.out) as folder:
             bench = _Bench(args, asyncio.run(_served(args)))
             summary, ran, steps = bench.sweep() if args.sweep else bench.once(entries)
-            print(screen(summary))
+            at_end.callback(lambda: print(screen(summary)))  # whether or not the files can be written, or anybody reads
             if folder:
                 _write(folder, summary, ran, steps)
     except (ValueError, TraceError, SettingsError) as error:
         return fail("baton bench", error, WRONG_USE)
     except (Unreachable, SenderDied) as error:
         return fail("baton bench", error, FAILED)
+    except BrokenPipeError:  # of `baton bench | head`: the command itself ends it
+        raise
     except OSError as error:
         return fail("baton bench", f"--out {args.out}: {error.strerror}", FAILED)
     except KeyboardInterrupt:
@@ -344,9 +346,9 @@ def _highest_rate(summary: dict) -> str:
 
 def _compare(a: RecordedRun, b: RecordedRun, out: Path | None) -> int:
     with _results(out) as folder:
-        print(compared(a, b))
         if folder:
             (folder / "compare.html").write_text(compared_page(a, b))
+    print(compared(a, b))
     if out:
         print(f"{out / 'compare.html'}")
     return 0

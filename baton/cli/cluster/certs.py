@@ -8,6 +8,7 @@ import ipaddress
 import os
 import re
 import secrets
+import shlex
 import shutil
 import sys
 from collections.abc import Iterable
@@ -102,10 +103,11 @@ def run(args: argparse.Namespace) -> int:
     if not args.renew:
         host = args.host[0] if args.host else "localhost"
         host = f"[{host}]" if ":" in host else host
+        out, ca, key = (shlex.quote(str(path)) for path in (args.out, args.out / CA_CERT, args.out / API_KEY))
         print(
             "next:\n"
-            f"  baton up --certs {args.out} --listen 0.0.0.0:50051\n"
-            f'  baton generate "Hello" --target {host}:50051 --tls-ca {args.out / CA_CERT} --api-key-file {args.out / API_KEY}',
+            f"  baton up --certs {out} --listen 0.0.0.0:50051\n"
+            f'  baton generate "Hello" --target {host}:50051 --tls-ca {ca} --api-key-file {key}',
             file=sys.stderr,
         )
     return 0

@@ -61,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
 def _lines(found: Resolved, flags: Mapping[str, object]) -> Iterator[str]:
     workers = {role: _worker_values(found, role, flags) for role in ROLES}
     common = {name: each for name, each in workers["prefill"].items() if workers["decode"][name] == each}
-    yield from _section(_with_sources(flat_values(found.up), UpSettings, ("",), found, flags))
+    yield from _section(_up_values(found, flags))
     yield ""
     yield from _section(common)
     for role in ROLES:
@@ -72,6 +72,14 @@ def _lines(found: Resolved, flags: Mapping[str, object]) -> Iterator[str]:
     settings = gateway_settings(found)
     yield "\n[gateway]"
     yield from _section(_with_sources(flat_values(settings), GatewaySettings, ("gateway.",), found, flags))
+
+
+def _up_values(found: Resolved, flags: Mapping[str, object]) -> Values:
+    values = _with_sources(flat_values(found.up), UpSettings, ("",), found, flags)
+    name, source = values["served_model_name"]
+    if name is not None and source == "default":  # the model's own, which is none of another model
+        values["served_model_name"] = (None, f"default: {name}")
+    return values
 
 
 def _worker_values(found: Resolved, role: str, flags: Mapping[str, object]) -> Values:

@@ -30,6 +30,7 @@ from gateway.http.wire.encoding import to_bytes_in_turns
 from gateway.text.detokenizer import Detokenizer
 from gateway.text.tokenizer import Tokenizer
 from tests.support.gateway.small_tokenizers import byte_level, sentencepiece
+from tests.support.launch.commands import run_unread
 
 
 class Echo(inference_pb2_grpc.InferenceServicer):
@@ -351,6 +352,35 @@ def test_a_key_that_is_replaced_in_mid_run(run, echo, tmp_path):
 def test_a_file_that_begins_with_a_byte_order_mark(run):
     _, results = run([b"\xef\xbb\xbf" + json.dumps(chat("a")).encode() + b"\r", chat("b")])
     assert [text_of(result) for result in results] == ["A", "B"]
+
+
+def test_a_lone_carriage_return_ends_no_line(run):
+    """It is blank space of JSON."""
+    line = json.dumps(chat("a")).encode()
+    _, results = run([line.replace(b", ", b",\r"), chat("b")])
+    assert [text_of(result) for result in results] == ["A", "B"]
+
+
+def test_requests_of_one_name_are_refused(run, echo, tmp_path, capsys):
+    """As OpenAI's batches are: nothing would say which result is whose. Lines without a name fail alone."""
+    lines = [b"{}", chat("a"), chat("b"), b"{}", chat("a", "again")]
+    assert run(lines)[0] == 2 and not echo.requests and not (tmp_path / "in.results.jsonl").read_bytes()
+    told = capsys.readouterr().err
+    assert "in.jsonl: requests 2 and 5 have the custom_id 'a'" in told and told.count("\n") == 1
+
+
+@pytest.mark.parametrize("name, results", [("req.v1", "req.v1"), ("data.json", "data.json"), ("a.jsonl", "a")])
+def test_each_file_has_results_of_its_own(name, results, echo, tmp_path):
+    file = _written(tmp_path / name, [chat("a")])
+    assert main(["batch", str(file), "--target", echo.target]) == 0
+    assert (tmp_path / f"{results}.results.jsonl").read_bytes()
+
+
+def test_results_are_written_though_nobody_reads_what_is_said(echo, tmp_path):
+    """`PYTHONUNBUFFERED=1 baton batch | true`, as in a container."""
+    file = _written(tmp_path / "in.jsonl", [chat("a")])
+    assert run_unread("batch", str(file), "--target", echo.target) == (0, "")
+    assert (tmp_path / "in.results.jsonl").read_bytes()
 
 
 def test_a_line_beyond_what_a_gateway_takes_is_not_one_to_send_again(run):

@@ -15,6 +15,7 @@ import pytest
 from baton.cli.client import bench as bench_module
 from baton.cli.main import main
 from tests.support.gateway.gateway_stub import StubGateway, serving
+from tests.support.launch.commands import run_unread
 from tests.support.pace import patience
 
 
@@ -46,6 +47,17 @@ def test_a_run_and_its_files(target, tmp_path, capsys):
     assert len(list(csv.DictReader((out / "requests.csv").open()))) == 20
     assert (out / "report.html").read_text().startswith("<!doctype html>")
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+def test_a_run_is_kept_though_nobody_reads_what_is_said(target, tmp_path):
+    """`PYTHONUNBUFFERED=1 baton bench --out DIR | head -1`, as in a container."""
+    out = tmp_path / "run"
+    arguments = ("--target", target, "--closed", "2", "--num-requests", "4", "--out", str(out))
+    assert run_unread("bench", *arguments) == (0, "")
+    assert sorted(path.name for path in out.iterdir()) == ["report.html", "requests.csv", "summary.json"]
+    compared = tmp_path / "compared"
+    assert run_unread("bench", "--compare", str(out), str(out), "--out", str(compared)) == (0, "")
+    assert (compared / "compare.html").exists()
 
 
 def test_bench_replays_a_trace(target, tmp_path, capsys):

@@ -15,6 +15,7 @@ import pytest
 
 from baton.cli.client.chat import TerminalChat
 from baton.v1 import inference_pb2 as pb
+from tests.support.launch.commands import run_closed
 from tests.support.pace import patience
 from tests.support.process import ROOT
 
@@ -35,6 +36,10 @@ def test_from_a_pipe(gateway):
     assert said(first) == [("system", "Be short."), ("user", "one")]
     assert said(second) == [*said(first), ("assistant", "Größe"), ("user", "two")]
     assert second.stopping.max_tokens == 9
+
+
+def test_closed_streams(gateway):
+    assert run_closed("<&-", "chat", "--target", gateway.target) == (0, "")
 
 
 def test_refused_from_a_pipe(gateway):

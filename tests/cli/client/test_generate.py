@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+from tests.support.launch.commands import run_closed
 from tests.support.process import ROOT
 
 
@@ -69,6 +70,13 @@ def test_the_prompt_on_stdin(gateway, argv):
 def test_without_a_prompt_the_use_is_wrong(gateway):
     done = run("--target", gateway.target)
     assert done.returncode == 2 and "PROMPT" in done.stderr
+
+
+def test_closed_streams(gateway):
+    """Closed by who started it: nothing is read, nothing is shown."""
+    status, told = run_closed("<&-", "generate", "--target", gateway.target)
+    assert (status, told) == (2, "baton generate: no PROMPT: give it, or text on stdin\n")
+    assert run_closed(">&-", "generate", "x", "--target", gateway.target) == (0, "")
 
 
 def test_a_prompt_that_is_no_text(gateway):

@@ -223,6 +223,19 @@ def test_what_wins_over_a_variable_is_where_it_was_set(monkeypatch, capsys, flag
     assert [line.partition("# ")[2] for line in text.splitlines() if line.startswith("block_size =")] == sources
 
 
+def test_the_name_of_a_model_is_no_setting_of_the_next(capsys):
+    """So that the file which is printed does not give the demo's name to another model, or forbid several."""
+    text = printed(capsys)
+    assert re.search("^# served_model_name is not set +# default: baton-demo$", text, re.MULTILINE)
+    Path("base.toml").write_text(text)
+    assert re.search(
+        "^# served_model_name is not set +# default$",
+        printed(capsys, "--config", "base.toml", "--model", "m"),
+        re.MULTILINE,
+    )
+    printed(capsys, "--config", "base.toml", "--model", "a=m,b=m")
+
+
 def test_how_many_share_a_host_is_counted_unless_it_is_given(monkeypatch, capsys):
     """So that the file which is printed does not win over the count."""
     assert re.search("^# workers_per_host is not set +# counted", printed(capsys), re.MULTILINE)

@@ -1,6 +1,7 @@
 """`baton certs`: the files it writes, their permissions, and that nothing is ever written over."""
 
 import errno
+import shlex
 import shutil
 import subprocess
 import time
@@ -114,6 +115,14 @@ def names_in(tls) -> list[str]:
 def test_the_command_that_is_printed_has_an_address(tmp_path, capsys):
     assert baton(["certs", "--out", str(tmp_path / "certs"), "--host", "fd77::1"]) == 0
     assert "--target [fd77::1]:50051 " in capsys.readouterr().err
+
+
+def test_the_commands_that_are_printed_can_be_copied(tmp_path, capsys):
+    out = tmp_path / "c 3"
+    assert baton(["certs", "--out", str(out)]) == 0
+    _, up, generate = map(shlex.split, capsys.readouterr().err.splitlines())
+    assert up[2:4] == ["--certs", str(out)]
+    assert generate[-4:] == ["--tls-ca", str(out / "ca.crt"), "--api-key-file", str(out / "api-key")]
 
 
 def test_hosts_of_the_gateway(tmp_path):
