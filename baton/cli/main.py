@@ -19,8 +19,6 @@ COMMANDS = {  # and where each is below baton.cli
     "eval": "models.eval", "bench": "client.bench", "top": "cluster.top", "doctor": "cluster.doctor",
     "drain": "cluster.drain", "scale": "cluster.scale", "plan": "planning.plan", "scaler": "planning.scaler", "train-demo": "models.train_demo", "train-draft": "models.train_draft",
 }  # fmt: skip
-
-
 _STREAMS = {"stdin": "r", "stdout": "w", "stderr": "w"}
 
 
@@ -28,7 +26,7 @@ def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     for name, mode in _STREAMS.items():
         if getattr(sys, name) is None:  # closed by who started it
-            setattr(sys, name, open(os.devnull, mode))
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115  it stays open
     try:
         status = _run(argv)
         sys.stdout.flush()

@@ -4,6 +4,8 @@ exits with status 2."""
 import argparse
 import math
 
+from baton.addresses import AddressError, split_address
+
 
 def add_command(
     subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]",  # pyright: ignore[reportPrivateUsage]
@@ -55,6 +57,21 @@ def port(text: str) -> int:
     if value > 65535:
         raise argparse.ArgumentTypeError(f"{text!r} is not a port: must be from 1 to 65535")
     return value
+
+
+def host_port(text: str) -> str:
+    """HOST:PORT, as it was written."""
+    try:
+        split_address(text)
+    except AddressError as error:
+        wrong = f"{text!r} is not HOST:PORT: no URL is taken, give it without http://" if "://" in text else str(error)
+        raise argparse.ArgumentTypeError(wrong) from None
+    return text
+
+
+def host_ports(text: str) -> list[str]:
+    """HOST:PORT, with commas between several."""
+    return [host_port(part.strip()) for part in text.split(",") if part.strip()]
 
 
 def _above_zero(kind: type, what: str, text: str):

@@ -5,7 +5,10 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+import grpc
+
 from baton.client import CallError, Client, GenerateOptions, RetryPolicy
+from baton.service.arguments import host_ports
 from baton.service.net.client import explain_failure
 from baton.service.security.access import Access, add_access_flags
 
@@ -20,11 +23,17 @@ def add_target_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags for the gateway's address and the caller's credentials."""
     parser.add_argument(
         "--target",
+        type=_targets,
         default=DEFAULT_TARGET,
         metavar="HOST:PORT",
         help="gateway, or several with commas between (default: %(default)s)",
     )
     add_access_flags(parser)
+
+
+def _targets(text: str) -> str:
+    host_ports(text)
+    return text
 
 
 def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
@@ -49,6 +58,11 @@ def open_client(target: str, access: Access) -> Client:
 
 def explain(error: CallError, target: str, access: Access) -> str:
     """Return one line about a failed call."""
+    # gRPC's own word for a message that is too large.
+    if error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED and not error.reason:
+        from gateway.request.validation import MAX_REQUEST_BYTES  # here: it would slow down each start
+
+        return f"{target}: the request is larger than the {MAX_REQUEST_BYTES} bytes that a gateway takes"
     if "," in target:
         return f"{target}: {error}"
     return explain_failure(target, error.code(), error.message, access)

@@ -31,7 +31,7 @@ from baton.loadgen.run import Ran, SenderDied, run_jobs
 from baton.loadgen.summary import summarize, table
 from baton.loadgen.trace import TraceError, read_trace
 from baton.loadgen.workload import WORKLOADS, Job, Shape
-from baton.service.arguments import add_command, positive, whole
+from baton.service.arguments import add_command, host_port, positive, whole
 from baton.service.exits import FAILED, WRONG_USE, fail
 from baton.service.observe.bottleneck import Bottleneck, aware_of_host
 from baton.service.observe.cpu_usage import CpuUsage
@@ -70,7 +70,9 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         description="Sends requests by rate, by trace, or N at a time; writes summary.json, requests.csv, report.html.",
         examples=_EXAMPLES,
     )
-    parser.add_argument("--target", default=DEFAULT_TARGET, metavar="HOST:PORT", help="gateway (default: %(default)s)")
+    parser.add_argument(
+        "--target", type=host_port, default=DEFAULT_TARGET, metavar="HOST:PORT", help="gateway (default: %(default)s)"
+    )
     parser.add_argument(
         "--openai",
         metavar="URL",

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 
 import grpc
 
-from baton.addresses import AddressError, split_address
 from baton.cli.cluster.findings import (
     Findings,
     advice_for,
@@ -29,7 +28,7 @@ from baton.cli.gpu import doctor as gpu_doctor
 from baton.client import NO_RETRIES, AsyncClient, CallError
 from baton.lines import one_line
 from baton.protocol import ROLES
-from baton.service.arguments import add_command
+from baton.service.arguments import add_command, host_port, host_ports
 from baton.service.exits import WRONG_USE, fail
 from baton.service.net.client import open_channel, wrong_access
 from baton.service.security.access import Access, add_access_flags, read_access
@@ -82,9 +81,11 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         "Exit 0 if requests work (without --target: if a prompt's KV reaches a decode worker), 1 if not.",
         examples=_EXAMPLES,
     )
-    parser.add_argument("--target", metavar="HOST:PORT", help=f"gateway (default: {DEFAULT_TARGET}, unless workers)")
+    parser.add_argument(
+        "--target", type=host_port, metavar="HOST:PORT", help=f"gateway (default: {DEFAULT_TARGET}, unless workers)"
+    )
     for role in ROLES:
-        parser.add_argument(f"--{role}-workers", type=_addresses, default=[], metavar="A,B", help="without a gateway")
+        parser.add_argument(f"--{role}-workers", type=host_ports, default=[], metavar="A,B", help="without a gateway")
     parser.add_argument("--redis", default="", metavar="URL", help="prefix index (default: the gateway's)")
     parser.add_argument("--collector", default="", metavar="URL", help="OTLP endpoint (default: the gateway's)")
     parser.add_argument("--json", action="store_true", help="one document, at the end")
@@ -381,15 +382,3 @@ async def _describe(channel: grpc.aio.Channel) -> tuple[pb.Hello, float, float]:
         round_trip_s = time.monotonic() - begun
         pings.append((hello, (hello.wall_time_ns - sent_ns) / 1e9 - round_trip_s / 2, round_trip_s))
     return min(pings, key=lambda ping: ping[2])
-
-
-def _addresses(text: str) -> list[str]:
-    return [_address(part.strip()) for part in text.split(",") if part.strip()]
-
-
-def _address(text: str) -> str:
-    try:
-        split_address(text)
-    except AddressError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-    return text

@@ -10,7 +10,7 @@ import time
 import grpc
 
 from baton.protocol import ROLES
-from baton.service.arguments import add_command
+from baton.service.arguments import add_command, host_port
 from baton.service.exits import FAILED, WRONG_USE, fail
 from baton.service.net.client import explain_failure, open_channel
 from baton.service.security.access import add_access_flags, read_access
@@ -46,7 +46,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         "unless it is drained with --stay-away; compose and systemd follow their own restart policy, whatever is given here.",
         examples=_EXAMPLES,
     )
-    parser.add_argument("target", metavar="HOST:PORT", help="the worker's gRPC address")
+    parser.add_argument("target", type=host_port, metavar="HOST:PORT", help="the worker's gRPC address")
     after = parser.add_mutually_exclusive_group()
     after.add_argument("--stay-away", action="store_true", help="`baton up` leaves the worker ended")
     after.add_argument(

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from baton.lines import one_line
 from baton.service import logs
-from baton.service.arguments import add_command, port, whole
+from baton.service.arguments import add_command, host_port, port, whole
 from baton.service.exits import FAILED, WRONG_USE, fail
 from baton.service.net.server import run as run_process
 from baton.service.security.access import add_access_flags, read_access
@@ -30,7 +30,9 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         "given, and ends when the worker ends.",
         examples=_EXAMPLES,
     )
-    parser.add_argument("--leader", required=True, metavar="HOST:PORT", help="the worker's --rank-listen")
+    parser.add_argument(
+        "--leader", type=host_port, required=True, metavar="HOST:PORT", help="the worker's --rank-listen"
+    )
     parser.add_argument(
         "--model", type=Path, required=True, metavar="DIR|FILE", help="the worker's model, on this host"
     )

@@ -13,7 +13,7 @@ from collections import Counter
 import grpc
 
 from baton.loadgen.summary import percentile
-from baton.service.arguments import add_command
+from baton.service.arguments import add_command, host_port
 from baton.service.exits import FAILED, WRONG_USE, fail
 from baton.service.logs import printable
 from baton.service.net.client import explain_failure, open_channel
@@ -44,7 +44,9 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         "shows the same.",
         examples=_EXAMPLES,
     )
-    parser.add_argument("--target", default=DEFAULT_TARGET, metavar="HOST:PORT", help="gateway (default: %(default)s)")
+    parser.add_argument(
+        "--target", type=host_port, default=DEFAULT_TARGET, metavar="HOST:PORT", help="gateway (default: %(default)s)"
+    )
     parser.add_argument("--interval", type=float, default=1.0, metavar="S", help="between two looks (default: 1)")
     parser.add_argument("--once", action="store_true", help="print one look and end")
     add_access_flags(parser)

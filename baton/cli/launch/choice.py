@@ -8,6 +8,7 @@ from baton.cli.launch.cluster.kubernetes import KubernetesLauncher
 from baton.cli.launch.control import DEFAULT_ADDRESS, RemoteLauncher
 from baton.cli.launch.placing.launcher import WorkerLauncher
 from baton.cli.launch.stacks import noted_stacks
+from baton.service.arguments import host_port
 from baton.service.security.access import Access
 
 KUBERNETES = "kubernetes"
@@ -18,6 +19,7 @@ def add_launcher_flags(parser: argparse.ArgumentParser, default: str) -> None:
     group = parser.add_argument_group("where workers are placed")
     group.add_argument(
         "--launcher",
+        type=lambda text: text if text == KUBERNETES else host_port(text),
         metavar=f"HOST:PORT|{KUBERNETES}",
         help=f"control= of `baton up`, or {KUBERNETES} (default: {default})",
     )

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 import grpc
 
-from baton.addresses import AddressError, split_address
+from baton.addresses import split_address
 from baton.cli.launch.choice import add_launcher_flags, make_launcher
 from baton.cli.launch.placing.launcher import LaunchError
 from baton.cli.planning.model_flags import FORMS, add_model_flags, read_model, stored_form
@@ -26,7 +26,7 @@ from baton.cli.planning.picture_file import PictureError, check_place, write_pic
 from baton.engine.core.model_errors import ModelError
 from baton.loadgen.trace import TraceError, read_trace
 from baton.protocol import ROLES
-from baton.service.arguments import add_command, positive, whole
+from baton.service.arguments import add_command, host_port, positive, whole
 from baton.service.exits import FAILED, WRONG_USE, fail
 from baton.service.net.client import explain_failure, open_channel
 from baton.service.net.server import run as run_process
@@ -75,6 +75,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     parser.add_argument(
         "--target",
         action="append",
+        type=host_port,
         metavar="HOST:PORT",
         help="each gateway's fleet port, or a name that has all",
     )
@@ -272,11 +273,11 @@ async def _addresses(target: str) -> list[str]:
     return the name itself, and the call to it reports the error."""
     from gateway.discovery import dns
 
+    host, port = split_address(target)
     try:
-        host, port = split_address(target)
         async with asyncio.timeout(_LOOK_S):
             return await dns.addresses_of(host, str(port))
-    except (AddressError, OSError):
+    except OSError:
         return [target]
 
 

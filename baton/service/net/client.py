@@ -8,7 +8,7 @@ from typing import Any
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from baton.addresses import AddressError, split_address
+from baton.addresses import split_address
 from baton.service.logs import printable
 from baton.service.net.server import MAX_MESSAGE_BYTES
 from baton.service.security.access import Access
@@ -31,7 +31,7 @@ _OPTIONS = (
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
 )
 _PROBE_S = 2.0
-_TLS_OF_BOTH, _NO_ADDRESS, _NO_HOST = "TLS for certificates", "no address", "no host"
+_TLS_OF_BOTH, _NO_HOST = "TLS for certificates", "no host"
 
 
 def open_channel(target: str, access: Access = Access(), name: str = GATEWAY_NAME) -> grpc.aio.Channel:
@@ -98,8 +98,6 @@ def _wrong_access(spoken: str, code: grpc.StatusCode, details: str | None, acces
         return "asks for a certificate", f"give {pair}, as `baton certs` makes them for operators"
     if spoken == "plain text" and access.tls_ca is not None:
         return "speaks no TLS", "leave --tls-ca out, or correct the address"
-    if spoken == _NO_ADDRESS:
-        return "is not HOST:PORT", "give a port, and no http:// before the host"
     if spoken == _NO_HOST:
         return "has a host name that is not known here", "correct it, or the DNS of this host"
     return _wrong_handshake(details or "", access) if spoken.startswith("TLS") else None
@@ -125,16 +123,9 @@ def _wrong_handshake(details: str, access: Access) -> tuple[str, str] | None:
 
 
 def _probe(target: str) -> str:
-    """Return what `target` speaks: TLS, TLS for certificates alone, plain text or nothing; or that it is no address, or
-    that its host is unknown."""
+    """Return what `target` speaks: TLS, TLS for certificates alone, plain text or nothing; or that its host is unknown."""
     try:
-        host_and_port = split_address(target)
-    except AddressError:
-        return _NO_ADDRESS
-    if target.startswith(("http://", "https://")):
-        return _NO_ADDRESS
-    try:
-        with socket.create_connection(host_and_port, timeout=_PROBE_S) as sock:
+        with socket.create_connection(split_address(target), timeout=_PROBE_S) as sock:
             try:
                 tls = _to_any().wrap_socket(sock)
             except OSError:  # also raised if the server waits for more of another protocol

@@ -67,6 +67,12 @@ def test_the_prompt_on_stdin(gateway, argv):
     assert done.stdout == "Größe\n" and gateway.requests[-1].text == "two\nlines"
 
 
+def test_a_prompt_beyond_what_a_gateway_takes(gateway):
+    done = run("--target", gateway.target, stdin="x" * 5_000_000)
+    told = f"baton generate: {gateway.target}: the request is larger than the 1048576 bytes that a gateway takes\n"
+    assert (done.returncode, done.stderr) == (1, told)
+
+
 def test_without_a_prompt_the_use_is_wrong(gateway):
     done = run("--target", gateway.target)
     assert done.returncode == 2 and "PROMPT" in done.stderr

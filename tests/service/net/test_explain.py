@@ -72,12 +72,14 @@ def test_a_name_that_is_not_known():
     assert told == "nohost.invalid:5 has a host name that is not known here: correct it, or the DNS of this host"
 
 
-@pytest.mark.parametrize("target", ["localhost", "127.0.0.1", "http://127.0.0.1:50051", "https://h:1"])
-def test_what_is_no_address(target, capsys):
-    told = explain_failure(target, UNAVAILABLE, "x", Access())
-    assert told == f"{target} is not HOST:PORT: give a port, and no http:// before the host"
-    assert main(["doctor", "--target", target]) == 1
-    assert capsys.readouterr().out.count("is not HOST:PORT: give a port") == 2
+@pytest.mark.parametrize("command", ["generate x", "chat", "batch x.jsonl", "bench", "top", "doctor", "drain", "scale"])
+@pytest.mark.parametrize("target", ["localhost", "127.0.0.1:99999", "http://127.0.0.1:50051"])
+def test_what_is_no_address_is_wrong_use(command, target, capsys):
+    flag = {"drain": [], "scale": ["--launcher"]}.get(command, ["--target"])
+    with pytest.raises(SystemExit) as end:
+        main([*command.split(), *flag, target])
+    assert end.value.code == 2
+    assert f"{target!r} is not HOST:PORT" in capsys.readouterr().err
 
 
 def test_tls_on_one_side_only(targets, certs):
