@@ -10,6 +10,7 @@ DEFAULT_TENANT = "default"  # of callers without a credential, so no credential 
 HOLDERS = ("quarantined", "fetching", "leased", "running", "cached", "free")  # of KV blocks, strongest first
 STAYS_AWAY = 3  # exit status of a worker that was drained to stay away, so that its keeper does not start it again
 KEEPER_VARIABLE = "BATON_KEEPER"  # environment variable: names what starts this process again when it ends
+RESTARTS, AWAY = "restart", "away"  # what a draining worker tells its keeper to come next, if that is no role
 MAX_DRAFT_TOKENS = 16  # proposed tokens of one sequence in one step
 UNLIMITED_CONTEXT = 1 << 15  # tokens; for a model without positions (Mamba-2) whose config.json names no limit
 MAX_PROMPT_LOGPROBS = 131_072  # per prompt, each token's own and the best ones: 1.5 MB in a message

@@ -112,7 +112,7 @@ def _what_follows(keeper: str, stays_away: bool) -> str:
     if not keeper:
         return "it was not started by `baton up`: what else keeps it running may start it again"
     if stays_away:
-        return f"`{keeper}` leaves it ended until it is started again itself"
+        return f"`{keeper}` leaves it ended"
     return f"`{keeper}` starts it again now (--stay-away prevents that)"
 
 

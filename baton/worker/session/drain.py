@@ -8,9 +8,11 @@ asked (SIGTERM, or Drain) ─► refuses ─► nothing runs │ grace over ─�
 import asyncio
 import logging
 import math
+import os
 import time
 from collections.abc import Callable
 
+from baton.protocol import AWAY, KEEPER_VARIABLE, RESTARTS
 from baton.service.errors import FailedPrecondition
 from baton.service.logs import fields
 from baton.worker.session.leg_dispatcher import LegDispatcher
@@ -49,6 +51,7 @@ class Drain:
         elif grace_s:
             self._begin(grace_s)
         self.stays_away |= stay_away
+        self._tell_keeper()
         return self._dispatcher.legs.num_busy
 
     async def end_on(self, stop: asyncio.Event) -> None:
@@ -57,6 +60,7 @@ class Drain:
         await stop.wait()
         self.next_role = ""
         self._begin(self._grace_s)
+        self._tell_keeper()
 
     async def run(self) -> None:
         """Drain until all sessions are closed; this takes the grace and the times above at most."""
@@ -75,6 +79,12 @@ class Drain:
         self._until = min(self._until, time.monotonic() + grace_s)
         self._dispatcher.start_draining()
         self.asked.set()
+
+    def _tell_keeper(self) -> None:
+        """Tell the keeper of this process what comes next, which it would otherwise learn at the end."""
+        if KEEPER_VARIABLE in os.environ:
+            follows = AWAY if self.stays_away else self.next_role or RESTARTS
+            print(f"draining next={follows}", flush=True)
 
 
 def _in(seconds: float) -> Callable[[], float]:

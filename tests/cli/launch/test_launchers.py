@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 import grpc
 import pytest
 
+from baton.cli.cluster.scale import _scale
 from baton.cli.launch.control import ControlServer, RemoteLauncher
 from baton.cli.launch.placing import gpus
 from baton.cli.launch.placing.gpus import VISIBLE
@@ -130,6 +131,44 @@ async def test_a_failed_start_is_told_and_not_tried_again(folder):
         (folder / "decode_worker.fails").unlink()
         await launcher.start("decode", 1)
         await until(launcher, all_serve(1), "what failed is forgotten once another starts")
+
+
+async def test_a_worker_that_an_operator_drains_is_replaced(folder):
+    """`baton drain --stay-away`, then `baton scale decode=1`: that said done, and no worker was left."""
+    async with local(folder) as launcher:
+        await launcher.start("decode", 1)
+        await until(launcher, all_serve(1))
+        (folder / "decode_worker.drains").write_text("away")
+        (leaving,) = await until(launcher, lambda workers: workers[0].state == "draining")
+        scaling = asyncio.create_task(_scale(launcher, {"decode": 1}, patience(90)))
+        *_, new = await until(launcher, lambda workers: [each.state for each in workers] == ["draining", "serving"])
+        assert not scaling.done(), "it is not gone yet"
+        (folder / "decode_worker.draining").unlink()
+        assert new.name in (table := await scaling) and leaving.name not in table
+
+
+async def test_a_worker_that_restarts_after_its_drain_is_waited_for(folder):
+    async with local(folder) as launcher:
+        await launcher.start("decode", 1)
+        (before,) = await until(launcher, all_serve(1))
+        (folder / "decode_worker.drains").write_text("restart")
+        (lost,) = await until(launcher, lambda workers: workers[0].state == "lost")
+        assert lost.reason == "drains, then starts again" and lost.stays
+        scaling = asyncio.create_task(_scale(launcher, {"decode": 1}, patience(90)))
+        await asyncio.sleep(0.1)
+        assert not scaling.done() and len(await launcher.list()) == 1
+        (folder / "decode_worker.draining").unlink()
+        assert before.name in await scaling
+
+
+async def test_a_worker_that_changes_its_role_counts_for_the_next_one(folder):
+    async with local(folder) as launcher:
+        await launcher.start("decode", 1)
+        await until(launcher, all_serve(1))
+        (folder / "decode_worker.drains").write_text("prefill")
+        (lost,) = await until(launcher, lambda workers: workers[0].state == "lost")
+        assert lost.role == "prefill"
+        (folder / "decode_worker.draining").unlink()
 
 
 async def test_a_drain_that_finds_the_worker_gone(folder):

@@ -128,7 +128,7 @@ def test_drain_says_what_the_keeper_does(up, target):
     deadline = time.monotonic() + patience(60)
     while run("drain", address, "--stay-away").returncode != 0:
         assert time.monotonic() < deadline, "it was not started again"
-    while "stays away until `baton up` is started again" not in up.text():
+    while "was drained and stays away" not in up.text():
         assert time.monotonic() < deadline, up.text()
         time.sleep(0.1)
     assert _child(up.pid, "prefill_worker") is None

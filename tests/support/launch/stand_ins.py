@@ -30,6 +30,13 @@ server.listen()
 print(f"ready grpc={listen} admin=h:2 pid={os.getpid()}", flush=True)
 while not os.path.exists(f"{name}.floods"):
     time.sleep(0.1)
+    if os.path.exists(f"{name}.drains"):
+        os.rename(f"{name}.drains", f"{name}.draining")
+        follows = open(f"{name}.draining").read()
+        print(f"draining next={follows}", flush=True)
+        while os.path.exists(f"{name}.draining"):
+            time.sleep(0.05)
+        sys.exit(3 if follows == "away" else 0)
 for _ in range(8000):
     print("x" * 1000, file=sys.stderr)
 open(f"{name}.flooded", "a").close()
@@ -41,7 +48,8 @@ while True:
 def make_stand_ins(folder: Path) -> Path:
     """Write the packages, and a model `m`, into a folder that processes are to run in; return it. `NAME.fails`,
     `NAME.loads`, `NAME.hangs` and `NAME.floods` there make one fail or hang at its start, hang in its drain, or log
-    8 MB; `NAME.argv`, `NAME.flooded` and `drained` tell what has happened."""
+    8 MB; `NAME.drains`, in which is what follows, has one drain as if an operator asked it, until `NAME.draining` is
+    gone; `NAME.argv`, `NAME.flooded` and `drained` tell what has happened."""
     for name in ("gateway", "prefill_worker", "decode_worker"):
         package = folder / name
         package.mkdir()

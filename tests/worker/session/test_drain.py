@@ -103,6 +103,39 @@ def test_staying_away_may_be_asked_later_and_excludes_a_next_role(model, monkeyp
     run(main)
 
 
+@pytest.mark.parametrize("stop_first", [False, True])
+def test_what_keeps_it_running_is_told_what_follows(model, monkeypatch, capfd, stop_first):
+    monkeypatch.setenv("BATON_KEEPER", "baton up")
+
+    async def main():
+        async with decode_worker(model) as (worker, target):
+            stop, session = asyncio.Event(), await Session(target).open()
+            if stop_first:
+                stop.set()
+            else:
+                await session.stub.Drain(pb.DrainRequest(next_role="prefill"))
+            draining = asyncio.create_task(worker.drain_when(stop))
+            await session.close()
+            await draining
+
+    run(main)
+    assert capfd.readouterr().out == f"draining next={'restart' if stop_first else 'prefill'}\n"
+
+
+def test_it_is_told_of_a_worker_that_is_to_stay_away_after_all(model, monkeypatch, capfd):
+    monkeypatch.setenv("BATON_KEEPER", "baton up")
+
+    async def main():
+        async with decode_worker(model) as (_, target):
+            session = await Session(target).open()
+            await session.stub.Drain(pb.DrainRequest())
+            await session.stub.Drain(pb.DrainRequest(stay_away=True))
+            await session.close()
+
+    run(main)
+    assert capfd.readouterr().out == "draining next=restart\ndraining next=away\n"
+
+
 def test_a_grace_that_was_too_long_can_be_shortened_and_never_lengthened(model):
     async def main():
         async with decode_worker(model) as (worker, target):

@@ -12,17 +12,17 @@ import signal
 import sys
 import time
 from asyncio.subprocess import SubprocessStreamProtocol
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from typing import NamedTuple
 
 from baton import system
 from baton.cli.launch.placing.log import log
-from baton.protocol import KEEPER_VARIABLE, STAYS_AWAY
+from baton.protocol import AWAY, KEEPER_VARIABLE, RESTARTS, STAYS_AWAY
 from baton.service.exits import WRONG_USE
 from baton.service.logs import NAME_VARIABLE
 from baton.service.progress import PREFIX
 
-_READY = re.compile(r"ready( [a-z_]+=\S+)+")
+_KEEPER_LINE = re.compile(r"(?:ready|draining)(?: [a-z_]+=\S+)+")  # lines that are for the keeper
 _LINE_BYTES, _GIB = 1 << 20, 1 << 30
 _HOLD_S = 30.0  # a start that takes longer should be watched
 _KILLED_S = 5.0  # in which a killed process ends, unless its GPU's driver holds it
@@ -38,8 +38,8 @@ class StartError(Exception):
 
 
 class Life(NamedTuple):
-    """The state of a program: starting, serving, lost (it restarts), gone (it stays away) or failed (at its first
-    start). `fields` are those of its ready line; `status` is that of StartError."""
+    """The state of a program: starting, serving, lost (it restarts), draining (it will be gone), gone (it stays away) or
+    failed (at its first start). `fields` are those of its ready line; `status` is that of StartError."""
 
     state: str
     fields: Mapping[str, str] = {}
@@ -102,7 +102,7 @@ class Keeper:
             if self._stopping.is_set() or not self.started.done() or self.started.exception():
                 break
             if self._child and self._child.status == STAYS_AWAY:
-                log(f"baton: {self.name} was drained and stays away until `baton up` is started again")
+                log(f"baton: {self.name} was drained and stays away: it is not started again")
                 self._on_change(Life("gone", reason=ended))
                 break
             pause_s = self._pause_s if time.monotonic() - begin >= self._settled_s else pause_s
@@ -124,7 +124,10 @@ class Keeper:
 
     async def _live(self, child: _Child) -> str:
         """Follow a process from its start to its end; return how it ended, in words."""
-        async for fields in child.readies():
+        async for word, fields in child.keeper_lines():
+            if word == "draining":
+                self._on_change(_life_after_drain(fields["next"]))
+                continue
             if not self.started.done():
                 self.started.set_result(fields)
             self._on_change(Life("serving", fields))
@@ -205,13 +208,15 @@ class _Child:
     def status(self) -> int | None:
         return self._transport.get_returncode()
 
-    async def readies(self):
-        """Yield the fields of each ready line until the child closes its stdout."""
+    async def keeper_lines(self) -> AsyncIterator[tuple[str, dict[str, str]]]:
+        """Yield the word and the fields of each line for the keeper, `ready ...` or `draining ...`, until the child
+        closes its stdout."""
         assert self._streams.stdout is not None  # it is a pipe
         async for line in _lines(self._streams.stdout):
-            if _READY.fullmatch(line):
+            if _KEEPER_LINE.fullmatch(line):
                 self.release()
-                yield dict(field.split("=", 1) for field in line.split()[1:])
+                word, *fields = line.split()
+                yield word, dict(field.split("=", 1) for field in fields)
             else:
                 log(line)
 
@@ -288,6 +293,13 @@ async def _lines(stream: asyncio.StreamReader):
         if not line:
             return
         yield line.decode(errors="replace").rstrip("\r\n")
+
+
+def _life_after_drain(follows: str) -> Life:
+    """Return the state of a program that has said what follows its drain: AWAY, RESTARTS, or a role that it takes."""
+    if follows == AWAY:
+        return Life("draining")
+    return Life("lost", {} if follows == RESTARTS else {"role": follows}, "drains, then starts again")
 
 
 def _describe(error: OSError | RuntimeError) -> str:

@@ -20,8 +20,9 @@ class LaunchError(Exception):
 
 
 class PlacedWorker(NamedTuple):
-    """A worker as its launcher knows it. `state`: starting, serving, lost (its place is filled again), draining, or
-    failed (it ended at its first start, for `reason` and with `exit_status`, and is not retried)."""
+    """A worker as its launcher knows it. `state`: starting, serving, lost (its place is filled again, as after a drain
+    that an operator asked for), draining (it will be gone), or failed (it ended at its first start, for `reason` and
+    with `exit_status`, and is not retried)."""
 
     name: str
     role: str
