@@ -8,7 +8,7 @@ import random
 from collections.abc import Iterator, Mapping, Set
 
 from gateway.discovery.worker_directory import Worker
-from gateway.link.worker_link import LinkState, WorkerLink
+from gateway.link.worker_link import WorkerLink
 
 MAX_TRIALS = 64  # workers dialled at a time that have not answered, in addition to those that were lost a moment ago
 _MAX_FAILED_SESSIONS = 8  # sessions in a row without a Hello; this takes over 2 s even if the address refuses each one
@@ -35,7 +35,7 @@ class DialPolicy:
         `here` have registered with this gateway, `elsewhere` with others. `links` are the links that exist now,
         `missed` the workers among them that were lost a moment ago. `at`: time.monotonic()."""
         named = here | elsewhere | missed
-        stay = missed | {worker for worker in named & links.keys() if _in_session(links[worker])}
+        stay = missed | {worker for worker in named & links.keys() if links[worker].state.has_session}
         self.proven = {worker for worker in self.proven & named & links.keys() if not _is_failing(links[worker])} | stay
         self._resting = {worker: rest for worker, rest in self._resting.items() if worker in named}
         chosen, room = set(), MAX_TRIALS
@@ -73,10 +73,6 @@ class DialPolicy:
         _, last_s, _ = self._resting.get(worker, (0.0, _FIRST_REST_S / 2, ""))
         rest_s = min(2 * last_s, _LONGEST_REST_S)
         self._resting[worker] = at + rest_s, rest_s, why
-
-
-def _in_session(link: WorkerLink) -> bool:
-    return link.state not in (LinkState.CONNECTING, LinkState.REFUSED)
 
 
 def _is_failing(link: WorkerLink) -> bool:

@@ -5,7 +5,7 @@ import itertools
 from collections.abc import Callable, Collection
 
 from baton import tasks
-from gateway.link.worker_link import LinkState, WorkerLink
+from gateway.link.worker_link import WorkerLink
 
 _MAX_MISSED = 64  # workers that are kept at a time although they are not listed and have no session
 
@@ -53,6 +53,6 @@ class SessionSet:
             self._own[link] = tasks.start(f"link {address}", link.session.run, group=group)
         wanted |= {link.address for link in self.missed}
         for link in [link for link in self._own if link.address not in wanted]:
-            if link.state in (LinkState.CONNECTING, LinkState.REFUSED):
+            if not link.state.has_session:
                 self._own.pop(link).cancel()
                 self._on_left(link)

@@ -66,7 +66,7 @@ class Candidates:
     def update(self, link: WorkerLink) -> None:
         """Note a change of `link`: it may have begun or ceased to serve, or to be trusted."""
         self._note_trust(link)
-        if link.state in (LinkState.CONNECTING, LinkState.REFUSED):
+        if not link.state.has_session:
             self.kv_pair_breakers.forget(link.worker_id)
         if self._draining or link.state is LinkState.DRAINING:
             self._draining = {worker_id: each for worker_id, each in self._draining.items() if each is not link}

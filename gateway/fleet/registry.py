@@ -23,7 +23,7 @@ from gateway.discovery.worker_directory import LocalDirectory, WorkerDirectory
 from gateway.fleet.model_fleet import ModelFleet
 from gateway.fleet.process_clock import follow_process_time
 from gateway.link.token_batching import TokenBatching
-from gateway.link.worker_link import LinkState, WorkerLink, worker_id_of
+from gateway.link.worker_link import WorkerLink, worker_id_of
 from gateway.model.model_folder import ModelFolder
 from gateway.model.model_identities import LOOK_S
 from gateway.prefix.prefix_index import PrefixIndex
@@ -295,7 +295,7 @@ class Registry:
         if link.hello is not None:
             self._assign_role(link)
         fleet = self._fleet_of.get(link)
-        if link.state in (LinkState.CONNECTING, LinkState.REFUSED):
+        if not link.state.has_session:
             if worker := self._joined.pop(link, None):
                 self._index.drop(worker)
         elif link not in self._joined:

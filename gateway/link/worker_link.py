@@ -36,10 +36,16 @@ class LinkState(Enum):
     SERVING = "serving"
     DRAINING = "draining"
     STALLED = "stalled"
+    LEFT = "left"  # the worker drained and went, and has not come back
     REFUSED = "refused"  # the worker answered, but cannot be used; `reason` says why
 
+    @property
+    def has_session(self) -> bool:
+        """Return whether there is a session with the worker."""
+        return self in (LinkState.SERVING, LinkState.DRAINING, LinkState.STALLED)
 
-_COMING = (LinkState.CONNECTING, LinkState.DRAINING, LinkState.STALLED)
+
+_COMING = (LinkState.CONNECTING, LinkState.LEFT, LinkState.DRAINING, LinkState.STALLED)
 
 
 class WorkerLink:
@@ -66,7 +72,7 @@ class WorkerLink:
         self.load = pb.Load()
         self.state = LinkState.CONNECTING
         self.reason = "not connected yet"
-        self._away_since, self._has_left = now(), False
+        self._away_since = now()
         self.num_failed_sessions = 0  # sessions in a row that ended before a Hello
         self.legs: dict[Key, WorkerLeg] = {}
         self.max_unread_tokens = max_unread_tokens
@@ -106,10 +112,8 @@ class WorkerLink:
         return self.state in _COMING and now() - self._away_since < within_s
 
     def is_missed(self, within_s: float) -> bool:
-        """Return whether the worker has served and was lost less than `within_s` ago.
-
-        A worker that drained before its session ended has left, and is not missed."""
-        is_lost = self.state is LinkState.CONNECTING and self.limits is not None and not self._has_left
+        """Return whether the worker has served and was lost less than `within_s` ago; one that drained has left."""
+        is_lost = self.state is LinkState.CONNECTING and self.limits is not None
         return is_lost and now() - self._away_since < within_s
 
     @property
@@ -207,21 +211,23 @@ class WorkerLink:
     def lose(self, reason: str) -> None:
         """End the session, or the failed attempt to begin one, and post Lost to all legs."""
         self.num_failed_sessions = 0 if self.hello is not None else self.num_failed_sessions + 1
+        has_left = self.state in (LinkState.DRAINING, LinkState.LEFT)
         if self.hello is not None:
-            self._has_left = self.state is LinkState.DRAINING
-            write, what = (log.info, "left") if self._has_left else (log.warning, "lost")
+            write, what = (log.info, "left") if has_left else (log.warning, "lost")
             write("worker %s %s", what, fields(worker=self.name, address=self.address, reason=reason))
         legs, self.legs = list(self.legs.values()), {}
         for leg in legs:
             leg.post(Lost(reason))
+        if has_left:
+            self._become(LinkState.LEFT, "it drained")
         # A Load that arrived after the refusal may have set another state.
-        if not self._is_refused or self.state is not LinkState.REFUSED:
+        elif not self._is_refused or self.state is not LinkState.REFUSED:
             self._become(LinkState.CONNECTING, reason)
-        self.hello, self.clock, self._is_refused = None, WorkerClock(), False
+        self.hello, self.load, self.clock, self._is_refused = None, pb.Load(), WorkerClock(), False
 
     def _become(self, state: LinkState, reason: str) -> None:
-        # A worker that drained or stalled for long and then was lost counts as away from now on only.
-        has_gone = state is LinkState.CONNECTING is not self.state
+        # A worker that drained or stalled for long and then went counts as away from now on only.
+        has_gone = state in (LinkState.CONNECTING, LinkState.LEFT) and state is not self.state
         if has_gone or (state in _COMING and self.state not in _COMING):
             self._away_since = now()
         self.state, self.reason = state, printable(reason[:_MAX_REASON_CHARS])  # the text may come from a worker

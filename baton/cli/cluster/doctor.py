@@ -170,8 +170,12 @@ async def _gateway(target: str, access: Access, found: Found, report: Findings) 
     if fleet.not_ready:
         report.warn("gateway", target, f"not ready, {fleet.not_ready}", "see the workers below")
     else:
-        report.say("gateway", target, f"ready, {len(fleet.workers)} workers")
+        num_workers = sum(view.state != "left" for view in fleet.workers)
+        report.say("gateway", target, f"ready, {num_workers} workers")
     for view in fleet.workers:
+        if view.state == "left":
+            report.note("gateway", target, f"{view.address} was drained, and has not come back")
+            continue
         addresses = found.prefill if view.role == "prefill" else found.decode
         if view.address not in addresses:
             addresses.append(view.address)

@@ -60,6 +60,7 @@ class Outbox:
         self._rows: dict[tuple[Key, int], Row] = {}
         self._endings: list[pb.Event] = []
         self._load: pb.Load | None = None
+        self.told_state = ""  # of the last load that was written
         self._beat, self._beat_at = pb.Beat(), 0.0
         self._index: IndexFeed | None = None
         self._wake = asyncio.Event()
@@ -203,6 +204,7 @@ class Outbox:
                 yield from self._index.take()
             yield from endings
             if load is not None:
+                self.told_state = load.state
                 yield self._stamped(load)
         elif self._rows or self._load or self._index:
             self._soon()

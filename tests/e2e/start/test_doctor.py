@@ -344,6 +344,22 @@ async def test_a_worker_that_answers_here_and_is_not_used_there(capsys, view, to
     assert len(warned) == bool(told) and all(f"does not use {worker}, " in line and told in line for line in warned)
 
 
+async def test_a_worker_that_was_taken_away_is_no_warning(capsys):
+    """As by `baton scale prefill=0`: nobody is to start it."""
+    server = grpc.server(ThreadPoolExecutor(1))
+    fleet_pb2_grpc.add_FleetServicer_to_server(Fleet(address="127.0.0.1:9", state="left", reason="it drained"), server)
+    target = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    server.start()
+    found, report = doctor_command.Found(), Findings()
+    await doctor_command._gateway(target, Access(), found, report)
+    server.stop(0)
+    assert [(one.status, one.text) for one in report.found] == [
+        ("ok", "ready, 0 workers"),
+        ("note", "127.0.0.1:9 was drained, and has not come back"),
+    ]
+    assert not found.decode and not found.unused
+
+
 def test_workers_of_two_builds_are_told_as_such():
     """Their blocks are alike: nothing is converted."""
     report, hello = Findings(is_json=True), pb.Hello(numerics_class="a", limits=pb.Limits(block_size=32))

@@ -103,6 +103,23 @@ def test_staying_away_may_be_asked_later_and_excludes_a_next_role(model, monkeyp
     run(main)
 
 
+def test_an_idle_worker_says_that_it_drains_before_it_hangs_up(model):
+    """Else gateways take it for one that has died."""
+
+    async def main():
+        async with decode_worker(model) as (worker, target):
+            session = await Session(target).open()
+            await session.next_load()
+            await session.stub.Drain(pb.DrainRequest())
+            await worker.drain_when(asyncio.Event())
+            async with asyncio.timeout(patience(10)):
+                await session.call.code()  # the session has ended
+            assert session.loads[-1].state == "draining"
+            await session.close()
+
+    run(main)
+
+
 @pytest.mark.parametrize("stop_first", [False, True])
 def test_what_keeps_it_running_is_told_what_follows(model, monkeypatch, capfd, stop_first):
     monkeypatch.setenv("BATON_KEEPER", "baton up")

@@ -38,8 +38,8 @@ class StartError(Exception):
 
 
 class Life(NamedTuple):
-    """The state of a program: starting, serving, lost (it restarts), draining (it will be gone), gone (it stays away) or
-    failed (at its first start). `fields` are those of its ready line; `status` is that of StartError."""
+    """The state of a program: starting, serving, lost (it restarts), draining (it will be gone), gone (it stays away)
+    or failed (at its first start). `fields` are those of its ready line; `status` is that of StartError."""
 
     state: str
     fields: Mapping[str, str] = {}
