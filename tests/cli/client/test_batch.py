@@ -161,11 +161,12 @@ def test_an_echoed_prompt_has_its_tokens(run, echo):
 def test_lines_of_several_models(run, echo):
     """Each result has the name and the tokens of the model that its line asked."""
     echo.models = ["chat", "code"]
-    _, results = run([chat(name, model=name, logprobs=True) for name in ("chat", "code", "chat")])
+    names = ("chat", "code", "chat")
+    _, results = run([chat(f"r{i}", model=name, logprobs=True) for i, name in enumerate(names)])
     assert [request.model for request in echo.requests].count("code") == 1
-    for result in results:
+    for name, result in zip(names, results, strict=True):
         body = result["response"]["body"]
-        assert body["model"] == result["custom_id"]
+        assert body["model"] == name
         assert body["choices"][0]["logprobs"]["content"][0]["token"] == f"<{body['model']} 9>"
 
 
