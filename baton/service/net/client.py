@@ -123,7 +123,7 @@ def _wrong_handshake(details: str, access: Access) -> tuple[str, str] | None:
 
 
 def _probe(target: str) -> str:
-    """Return what `target` speaks: TLS, TLS for certificates alone, plain text, nothing; or that its host is unknown."""
+    """Return what `target` speaks (TLS, TLS for certificates alone, plain text, nothing), or that it is unknown."""
     try:
         with socket.create_connection(split_address(target), timeout=_PROBE_S) as sock:
             try:
