@@ -115,7 +115,7 @@ async def test_a_lookup_that_is_killed_is_a_miss(gateway, monkeypatch):
         await asyncio.get_running_loop().create_future()
 
     monkeypatch.setattr(gateway.gateway.index, "_ask", ask)
-    await gateway.until(lambda: gateway.gateway.index._slots.places.mask)
+    await gateway.until(lambda: gateway.gateway.index._slots.worker_bits.mask)
     asked = asyncio.create_task(gateway.gateway.index.lookup([bytes(32)]))
     (lookup,) = await running(gateway, "redis lookup")
     lookup.cancel()
