@@ -3,9 +3,9 @@
 import math
 
 ACCEPT_FORGET, LATELY_FORGET = 0.96, 0.995
-PRIOR_TRIALS = 2.0  # weight of the proposer's lately against the sequence's own
-HOPE = 0.2  # of 1 / sqrt(trials), whose standard deviation is at most 0.5 of it
-FADE = 0.995  # of a sequence's own, per step in which others are asked and it is not: it is looked at again
+PRIOR_TRIALS = 2.0  # the weight of the proposer's recent rate against the sequence's own
+HOPE = 0.2  # times 1 / sqrt(trials), the bonus for few trials; their standard deviation is at most 0.5 / sqrt(trials)
+FADE = 0.995  # per step in which other sequences are asked and this one is not, so that it is asked again some day
 
 
 class AcceptanceRate:
@@ -17,19 +17,20 @@ class AcceptanceRate:
         self.accepted = self.trials = 0.0
 
     def add(self, num_proposed: int, num_accepted: int, forget: float = ACCEPT_FORGET) -> None:
-        """Count one verified run. Proposals behind the first wrong one count for nothing."""
+        """Count one verified run of proposals. Those after the first wrong one are not counted."""
         self.accepted = forget * self.accepted + num_accepted
         self.trials = forget * self.trials + min(num_accepted + 1, num_proposed)
 
     def fade(self) -> None:
+        """Forget a little of what was counted, since the sequence was not asked in this step."""
         self.accepted *= FADE
         self.trials *= FADE
 
     def rate(self, prior: float) -> float:
-        """Return the estimated rate, optimistic after few trials: a proposer rated too high is tried and corrected, one
-        rated too low never is."""
+        """Return the estimated rate with a bonus for few trials: a proposer rated too high is tried and corrected, one
+        rated too low is never tried."""
         return min(1.0, self.mean(prior) + HOPE / math.sqrt(self.trials + PRIOR_TRIALS))
 
     def mean(self, prior: float) -> float:
-        """Return the estimated rate without hope, of which many sequences together have too much."""
+        """Return the estimated rate without the bonus, which would add up over many sequences."""
         return (self.accepted + PRIOR_TRIALS * prior) / (self.trials + PRIOR_TRIALS)

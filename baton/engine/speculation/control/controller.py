@@ -49,9 +49,8 @@ REFILL_FORGET = 0.9
 
 
 class TimeCorrection:
-    """Running median of actual over predicted step time, for the steps of one proposer. Tokens are not counted: a
-    proposer rated too high stays on and is corrected by its acceptance; counted here that would turn it off for
-    good."""
+    """Keep a running median of actual over predicted time of one proposer's steps. Tokens are not counted: a proposer
+    rated too high stays on and is corrected by its acceptance rate; counted here, it would be turned off for good."""
 
     __slots__ = ("excess",)
 
@@ -67,8 +66,8 @@ class TimeCorrection:
 
 
 class Refill:
-    """Estimate whether sequences that end are replaced while others decode: 1 under a steady load, 0 where a batch is
-    worked off to its end. Then a sequence that ends early leaves a step that is hardly cheaper."""
+    """Estimate how far sequences that end are replaced while others decode: 1 under a steady load, 0 where a batch is
+    worked off to its end, so that a sequence that ends early leaves a step that is hardly cheaper."""
 
     __slots__ = ("rate", "vacant")
 
@@ -77,7 +76,7 @@ class Refill:
         self.vacant = 0
 
     def note_change(self, num_joined: int, num_left: int, num_seqs: int) -> None:
-        """Since the step before; `num_seqs` decode now."""
+        """Count the sequences that joined and left since the last step; `num_seqs` decode now."""
         self.vacant += num_left
         filled = min(num_joined, self.vacant)
         for _ in range(filled):
@@ -89,30 +88,30 @@ class Refill:
 
 
 class DraftPlan:
-    """Predicted time and tokens of a step, proposer after proposer."""
+    """Predict the time and the tokens of a step, to which one proposer after the other adds its part."""
 
     __slots__ = ("num_seqs", "tokens", "num_proposals", "draft_s", "last", "is_known")
 
     def __init__(self, num_seqs: int):
         self.num_seqs = num_seqs
-        self.tokens: list[float] = []  # of the sequences that something is proposed for
+        self.tokens: list[float] = []  # expected, for each sequence that has proposals
         self.num_proposals = 0
         self.draft_s = 0.0
-        self.last = ""  # of the proposers that something is proposed by
-        self.is_known = True  # what it will take
+        self.last = ""  # the last proposer whose proposals are in the step
+        self.is_known = True  # whether the time can be predicted
 
     def others(self, num: int) -> tuple[float, float]:
-        """(sum, least) of the tokens of all sequences but `num` that are being planned."""
+        """Return (sum, least) of the expected tokens of all sequences but the `num` that are being planned."""
         num_plain = self.num_seqs - num - len(self.tokens)
         least = 1.0 if num_plain else min(self.tokens, default=math.inf)
         return num_plain + sum(self.tokens), least
 
 
 class Controller:
-    """One per engine. Belongs to the loop's thread."""
+    """Decide the widths of an engine's proposals. One per engine; used by the loop's thread alone."""
 
     def __init__(self, steps_a_call: int = 1):
-        """`steps_a_call`: the most that the engine does in one."""
+        """Control an engine that does at most `steps_a_call` steps in one call."""
         self.steps_a_call = steps_a_call
         self.costs = Costs()
         self.refill = Refill()
@@ -121,15 +120,15 @@ class Controller:
         self.step = 0
         self._corrections: dict[tuple[str, int], TimeCorrection] = {}
         self._states: defaultdict[str, ProposerState] = defaultdict(ProposerState)
-        self._timed_at = 0  # step
-        # Verifying steps since plain ones were measured, by the batch in powers of two.
+        self._timed_at = 0  # the last step that was timed
+        # Verifying steps since the last timed plain step, by the batch size in powers of two.
         self._since_plain = Counter[int]()
         self._plain_intervals = defaultdict[int, int](lambda: FIRST_INTERVAL)
-        self._num_plain = 0  # plain steps running
-        self._plain_left = 0  # plain steps of the run that is measured
+        self._num_plain = 0  # plain steps since the last verifying one
+        self._plain_left = 0  # plain steps still to run in the current measurement
 
     def prior(self, name: str) -> float:
-        """The acceptance of a sequence that is new to a proposer."""
+        """Return the acceptance rate to assume for a sequence that is new to a proposer."""
         lately = self.lately.get(name)
         return lately.rate(PRIOR_ACCEPTANCE) if lately is not None else PRIOR_ACCEPTANCE
 
@@ -139,24 +138,26 @@ class Controller:
         self.plan = DraftPlan(num_seqs)
 
     def wants_plain(self, num_seqs: int, is_free: bool = True) -> bool:
-        """Return whether this step should be plain, to be measured. `is_free`: a width is to be decided from it."""
+        """Return whether this step should be plain, to measure it. `is_free`: a width has to be decided from the
+        measurement."""
         bucket, is_known = num_seqs.bit_length(), self.costs.plain_s(num_seqs) is not None
         if self._since_plain[bucket] >= self._plain_intervals[bucket] or (is_free and not is_known):
             self._plain_left = PLAIN_RUN
         return self._plain_left > 0
 
     def is_resting(self, name: str, num_seqs: int) -> bool:
-        """Return, for every step, whether a proposer is off, and not to be asked now."""
+        """Return whether a proposer is off and not to be asked in this step."""
         return self._states[name].is_resting(self.step, num_seqs)
 
     def wants_time(self, num_seqs: int) -> bool:
-        """Return whether to measure a plain step in which no proposer is asked. The clock takes as long as the rest."""
+        """Return whether to time a plain step in which no proposer is asked. Reading the clock takes as long as the
+        rest."""
         is_due = self.step - self._timed_at >= PLAIN_SAMPLE
         return is_due or self.costs.plain_s(num_seqs) is None or self._plain_left > 0
 
     def num_plain_steps(self, names: Iterable[str], num_seqs: int, has_fixed: bool) -> int:
-        """Return how many steps, the planned one included, pass before one of these proposers is asked. `has_fixed`:
-        each is asked in every step that is not measured as a plain one."""
+        """Return how many steps pass before one of these proposers is asked, the planned step included. `has_fixed`:
+        each is asked in every step except those that are measured as plain ones."""
         if self._plain_left > 0:
             return COLD - self._num_plain if self._num_plain < COLD else self._plain_left
         resting = (
@@ -165,24 +166,24 @@ class Controller:
         return min(resting, default=NEVER)
 
     def note_plain_steps(self, num_steps: int) -> None:
-        """The planned step has passed without proposals, or as many steps in its place."""
+        """Record that the planned step, or `num_steps` in its place, passed without proposals."""
         self.step += num_steps - 1
         self._num_plain += num_steps
         self._plain_left = max(0, self._plain_left - num_steps)
 
     def note_nothing_proposed(self, name: str) -> None:
-        """Record that a proposer which runs before it is decided about proposed nothing."""
+        """Record that a quick proposer, asked before its width is decided, proposed nothing."""
         self._states[name].rest(self.step, self.plan.num_seqs, True)
 
     def widths(
         self, name: str, num_seqs: int, own: Sequence[AcceptanceRate], limits: Sequence[int], has_drafts: bool = False,
         num_reads: float = 0.0, num_unread: Sequence[int] = (), num_left: int = 1,
     ) -> list[int]:  # fmt: skip
-        """For each of the sequences that may speculate, among `num_seqs` in the step, how many tokens to ask for.
-        `own`: their acceptance; `limits`: their room for tokens; `has_drafts`: as many proposals are there, and
-        what they took is spent; `num_reads`: tokens to be read first, by each that the sequences are expected to
-        make; `num_unread`: those that each has; none where it is not given; `num_left`: tokens that the one with
-        the most left is expected to make."""
+        """Return how many tokens to ask for, for each sequence that may speculate among the `num_seqs` of the step.
+        `own`: their acceptance; `limits`: their room for tokens; `has_drafts`: the proposals exist already and cost no
+        further time; `num_reads`: tokens the proposer must read first, per token that the sequences are expected to
+        make; `num_unread`: such tokens of each sequence, empty for none; `num_left`: tokens expected of the longest
+        sequence."""
         plain_s = self.costs.plain_s(num_seqs)
         if plain_s is None or not own:
             return [0] * len(own)
@@ -211,10 +212,10 @@ class Controller:
         self, num_made: int, num_proposed: int, step_s: float, draft_s: float, adaptive: Iterable[str], num_steps: int = 1,
         is_plain: bool = True, last: str = "", least_made: int = 1,
     ) -> None:  # fmt: skip
-        """The planned step has passed, decoding alone: `num_made` tokens in `step_s`, without its drafts. `num_steps`:
-        where nothing was proposed as many have, each with as many tokens in as much time; `is_plain`: as plain steps
-        are done; `last`: the last of the proposers whose proposals it had; `least_made`: tokens of the sequence that
-        has the fewest."""
+        """Record the planned step, which only decoded: `num_made` tokens in `step_s`, the time of drafting excluded.
+        `num_steps`: without proposals, so many steps passed, each with as many tokens in as much time; `is_plain`: it
+        ran as plain steps do; `last`: the last proposer whose proposals it verified; `least_made`: tokens of the
+        sequence with the fewest."""
         num_seqs, plan = self.plan.num_seqs, self.plan
         self._timed_at = self.step
         plain_s = self.costs.plain_s(num_seqs)
@@ -226,8 +227,8 @@ class Controller:
         if num_proposed:
             self.costs.add_verified(last, num_seqs, num_proposed, step_s)
         elif is_plain and self._num_plain - num_steps >= COLD:
-            # A call is one measurement until there are enough: the first ones, of a cold engine, are twice as slow as
-            # later ones.
+            # A call counts as one measurement until there are enough: the first ones, of a cold engine, take twice as
+            # long.
             self.costs.add_plain(num_seqs, step_s, 1 if plain_s is None else num_steps)
             self._note_plain_measured(num_seqs.bit_length())
         if plain_s is None:
@@ -240,24 +241,24 @@ class Controller:
                 state.note_worth(self._worth(least_made, num_made / num_seqs) - spent)
             if num_proposed and plan.is_known:
                 correction.add(spent, predicted_spent)
-                spent = min(spent, predicted_spent / correction.trust)  # it may have been disturbed
+                spent = min(spent, predicted_spent / correction.trust)  # the step may have been disturbed
             if state.is_trying:
                 gained = (num_made / num_seqs - 1) * (self.refill.rate if num_seqs > 1 else 1.0)
                 state.note_try(spent - 1 - gained, num_proposed > 0)
 
     def _note_plain_measured(self, bucket: int) -> None:
-        if self._since_plain[bucket]:  # the first of a run
+        if self._since_plain[bucket]:  # this is the first step of a run
             self._since_plain[bucket] = 0
             self._plain_intervals[bucket] = min(2 * self._plain_intervals[bucket], PLAIN_INTERVAL)
 
     def note_look(self, names: Sequence[str], draft_s: float) -> None:
-        """Note what it took to ask proposers, of which nothing came in the planned step."""
+        """Record the time of asking proposers that proposed nothing in the planned step."""
         if (plain_s := self.costs.plain_s(self.plan.num_seqs)) is not None:
             for name in names:
                 self._states[name].note_look(draft_s / plain_s / len(names))
 
     def note_accepted(self, name: str, acceptance: AcceptanceRate, num_proposed: int, num_accepted: int) -> None:
-        """Note how many of a sequence's proposals were accepted; `acceptance` is its own."""
+        """Record how many proposals of the sequence with this `acceptance` were accepted."""
         acceptance.add(num_proposed, num_accepted)
         self.lately.setdefault(name, AcceptanceRate()).add(num_proposed, num_accepted, LATELY_FORGET)
 
@@ -271,15 +272,15 @@ class Controller:
         return self.costs.extra_s(plan.last, plan.num_seqs, plan.num_proposals) if is_known else 0.0
 
     def _worth(self, least: float, mean: float) -> float:
-        """Return the whole steps that are saved, and this one, where the slowest sequence makes `least` tokens."""
+        """Return the whole steps saved plus the step itself, where the slowest sequence makes `least` tokens."""
         return least + self.refill.rate * (mean - least)
 
     def _best_width(
         self, name: str, rates: Sequence[float], p_all_accepted: float, limits: Sequence[int], plain_s: float, has_drafts: bool,
         num_reads: float, num_left: int,
     ) -> int:  # fmt: skip
-        """The width that is worth most per second, all sequences at that width, at their limit or above the floor.
-        `p_all_accepted`: the chance that a proposal is right for each of them."""
+        """Return the width with the most tokens per second; each sequence proposes so many, up to its limit and down to
+        the floor. `p_all_accepted`: the chance that a proposal is right for every sequence."""
         if not self._is_known(name, has_drafts):
             return 0
         plan = self.plan
@@ -296,7 +297,7 @@ class Controller:
         best, best_speed = 0, gain / (plain_s * self._correction(name, num_seqs).trust)
         chances, tokens, floor = [1.0] * len(rates), [1.0] * len(rates), self._floor(name, plain_s)
         chance_of_all = 1.0
-        at_once = 1.0 if num_seqs > 1 else math.inf  # one alone is its own slowest
+        at_once = 1.0 if num_seqs > 1 else math.inf  # a lone sequence is itself the slowest
         for width in range(1, most + 1):
             for index, (rate, limit) in enumerate(zip(rates, limits, strict=True)):
                 if width <= limit and (chance := chances[index] * rate) >= floor:
@@ -333,8 +334,9 @@ class Controller:
         self, name: str, state: ProposerState, own: Sequence[AcceptanceRate], limits: Sequence[int], plain_s: float,
         has_drafts: bool, reads: Sequence[float],
     ) -> list[int]:  # fmt: skip
-        """As many sequences as the allowance pays for, those that are read soonest and least known first, and the same
-        until the try is over; none where it does not pay for one. `reads`: plain steps that each takes to be read."""
+        """Return the widths of a try, all 0 where the allowance does not pay for one. It takes the sequences that need
+        the least reading and are the least known, the same ones until it ends. `reads`: the time to read each, in plain
+        steps."""
         order = sorted(range(len(own)), key=lambda index: (reads[index], own[index].trials))
         widths, width = [0] * len(own), state.width * (READY_DRAFT_FACTOR if has_drafts else 1)
         if not state.is_trying:
@@ -357,7 +359,7 @@ class Controller:
         return widths
 
     def _price(self, name: str, num: int, width: int, plain_s: float, has_drafts: bool) -> float:
-        """Return the plain steps that a try with `num` sequences takes beyond one."""
+        """Return what a try with `num` sequences costs beyond a plain step, in plain steps."""
         if not self._is_known(name, has_drafts):
             return 0.5 + 0.1 * num * width
         draft_s = 0.0 if has_drafts else self.costs.draft_s(name, num, width)
@@ -367,8 +369,8 @@ class Controller:
         return self.costs.extra_is_known(name) and (has_drafts or self.costs.draft_is_known(name))
 
     def _floor(self, name: str, plain_s: float) -> float:
-        """The chance below which one more proposal takes longer to verify than it saves; none where the batch waits for
-        the sequence that gains least."""
+        """Return the chance below which one more proposal takes longer to verify than it saves; 0 where the batch waits
+        for the sequence that gains least."""
         if not self.refill.rate or not self.costs.extra_is_known(name):
             return 0.0
         num_seqs = self.plan.num_seqs
@@ -376,13 +378,14 @@ class Controller:
 
 
 def _of_slowest(tokens: float, at_once: float, num_left: int) -> float:
-    """Return the tokens a step of the sequence for which a batch waits to the end of `num_left`: in one step `at_once`,
-    of the one that is wrong first; in many steps `tokens`, of the one that is wrong most often, as chance evens out."""
+    """Return the tokens per step of the slowest sequence, for which a batch waits until `num_left` tokens are made. In
+    a single step that is `at_once`, set by the first wrong proposal; over many steps chance evens out and it approaches
+    `tokens`, set by the lowest acceptance rate."""
     return tokens - (tokens - min(tokens, at_once)) / math.sqrt(max(1.0, num_left / tokens))
 
 
 def _deepest(rate: float, width: int, floor: float) -> int:
-    """Positions whose chance of being reached and right is above the floor."""
+    """Return the number of positions whose chance of being reached and right is at least the floor."""
     chance = 1.0
     for position in range(width):
         chance *= rate
@@ -392,5 +395,5 @@ def _deepest(rate: float, width: int, floor: float) -> int:
 
 
 def limit_of(num_left: int, budget: int) -> int:
-    """Proposals that can be of use: the step gives one token more than it accepts."""
+    """Return how many proposals can be of use: a step yields one token more than it accepts."""
     return max(0, min(MAX_DRAFT_TOKENS, num_left - 1, budget))

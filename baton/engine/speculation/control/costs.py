@@ -1,62 +1,62 @@
-"""The times of steps and drafts, as measured lately."""
+"""Measure the recent times of steps, drafts and reading."""
 
 from collections import deque
 from itertools import repeat
 
 from baton.protocol import MAX_DRAFT_TOKENS as SMALL
 
-LAST = 9  # plain steps
-OFTEN = 64  # measurements, from which on a curve is fitted again for every fourth
-LAST_OF_SIZE = 9  # drafts, or verifying steps
-FADE = 0.99  # of what was measured of a size, per later measurement of another: a cold one is forgotten
-FADES = 500  # the most of them
-BATCHING = 1.2  # of a draft, per doubling of its sequences
+LAST = 9  # plain steps in the median
+OFTEN = 64  # measurements after which a curve is fitted only for every fourth
+LAST_OF_SIZE = 9  # drafts or verifying steps in the median of one size
+FADE = 0.99  # weight of a size's median per later measurement of another size, so that one measured cold is forgotten
+FADES = 500  # the most such measurements that count
+BATCHING = 1.2  # factor on a draft's time per doubling of its sequences
 FIRST = 3  # measurements before any prediction: the first ones warm up
-FIRST_PLAIN = 4  # of plain steps: all is held against them
-WRONG = 1.5  # times as much, or as little, as a plain step was taken for
+FIRST_PLAIN = 4  # the same of plain steps, against which everything else is compared
+WRONG = 1.5  # a plain step's median has changed if it rose or fell by this factor
 
 
 class RunningMedian:
-    """The median of the last durations: plain steps are rare while it pays to speculate, and some are disturbed."""
+    """Keep the median of the last durations: plain steps are rare while speculation pays, and some are disturbed."""
 
     __slots__ = ("_last", "_every", "count", "value")
 
     def __init__(self, last: int = LAST, every: int = 1):
-        """`last`: how many count; `every`: of this many one, once there are so many."""
+        """Keep the last `last` durations; once there are so many, take only every `every`-th."""
         self._last: deque[float] = deque(maxlen=last)
         self._every = every
         self.count, self.value = 0, 0.0
 
     def add(self, seconds: float, times: int = 1) -> None:
         self.count += times
-        if self.count == 2:  # the first one warmed up
+        if self.count == 2:  # the first one was warming up
             self._last.clear()
-        if self.count > self._last.maxlen and self.count % self._every:  # it says nothing new, and takes 2 us
+        if self.count > self._last.maxlen and self.count % self._every:  # one more changes little and would take 2 us
             return
         self._last.extend(repeat(seconds, times))
         self.value = sorted(self._last)[(len(self._last) - 1) // 2]
 
 
 class CostCurve:
-    """Seconds by size, through what is typical of each: kernels take rows in tiles, so that the fifth may be dear and
-    the sixth free. A straight line, least squares, behind the sizes that were measured and above SMALL. Beyond twice
-    the largest size so far it gives no value: a batch that grows, grows by as much and looks again."""
+    """Fit seconds by size. Small sizes, up to SMALL, have their own medians, since kernels take rows in tiles: the
+    fifth row may be dear and the sixth free. Above SMALL, and beyond the sizes measured, a least-squares line is used.
+    It should not be asked beyond twice the largest size so far: a batch that grows that far is measured again."""
 
     __slots__ = ("count", "largest", "slope", "_base", "_small", "_sizes", "_seen_at")
 
     def __init__(self):
         self.count = self.largest = 0
         self.slope = self._base = 0.0
-        self._small: list[float] = []  # of the sizes from 0 on
-        self._sizes: dict[float, RunningMedian] = {}  # above SMALL two in an octave
-        self._seen_at: dict[float, int] = {}  # count
+        self._small: list[float] = []  # seconds of sizes 0, 1, ...
+        self._sizes: dict[float, RunningMedian] = {}  # above SMALL, two sizes per octave
+        self._seen_at: dict[float, int] = {}  # the value of `count` then
 
     def add(self, size: int, seconds: float) -> None:
         self.count += 1
         self.largest = max(self.largest, size)
         middle: float = size
         if size > SMALL:
-            half = 1 << (size.bit_length() - 2)  # of its octave
+            half = 1 << (size.bit_length() - 2)  # half of the size's octave
             middle = size - size % half + (half - 1) / 2
         self._sizes.setdefault(middle, RunningMedian(LAST_OF_SIZE, every=4)).add(seconds)
         self._seen_at[middle] = self.count
@@ -64,8 +64,8 @@ class CostCurve:
             self._fit()
 
     def _fit(self) -> None:
-        """A size counts as often as it was seen lately, and from the third time on if any was seen so often. While
-        there is but one, half of what it takes is taken for base."""
+        """Fit the curve. A size weighs as much as it was measured lately; sizes measured fewer than FIRST times are
+        left out if others were measured more often. With a single size, half of its time is taken as the base."""
         known = sorted((size, typical) for size, typical in self._sizes.items() if typical.count >= FIRST)
         known = known or sorted(self._sizes.items())
         points = [(size, typical.value, self._weight(size)) for size, typical in known]
@@ -101,6 +101,7 @@ class CostCurve:
         return self.count >= FIRST
 
     def at(self, size: int) -> float:
+        """Return the expected seconds of a size."""
         small = self._small
         if size < len(small):
             return small[size]
@@ -110,9 +111,8 @@ class CostCurve:
 
 
 def _rising(points: list[tuple[float, float, float]]) -> list[tuple[int, float]]:
-    """The costs nearest to `points` (size, seconds, weight) that never fall with the size, by pooling adjacent
-    violators (Ayer et al., 1955): of a small size that was dear and a larger one that was not, neither is believed
-    alone."""
+    """Return the costs nearest to `points` (size, seconds, weight) that never fall as the size grows, by pooling
+    adjacent violators (Ayer et al., 1955): a dear small size and a cheaper larger one are averaged."""
     pools: list[tuple[float, float, list[float]]] = []  # seconds, weight, sizes
     for size, seconds, weight in points:
         sizes = [size]
@@ -125,36 +125,37 @@ def _rising(points: list[tuple[float, float, float]]) -> list[tuple[int, float]]
 
 
 class Costs:
-    """By the number of sequences that decode, in powers of two. What is not known for one number is taken from the
-    nearest that is."""
+    """Hold all curves by the number of decoding sequences, in powers of two. Where none is known for a number, the
+    nearest known one is used."""
 
     def __init__(self):
         self.plain: dict[int, RunningMedian] = {}
-        # Of a verifying step beyond a plain one by its proposals, for each proposer: behind a model that has drafted
-        # the caches are cold. Shared, tries of heads made prompt lookup look three times as dear as it is.
+        # Seconds of a verifying step beyond a plain one, for each proposer: after a draft model ran the caches are
+        # cold. With one curve for all, trying heads made prompt lookup look three times as dear as it is.
         self.extra: dict[str, dict[int, CostCurve]] = {}
-        self.drafts: dict[str, dict[int, CostCurve]] = {}  # of each proposer, by width
-        self.reads: dict[str, RunningMedian] = {}  # of each proposer, seconds for a token that it has to read first
+        self.drafts: dict[str, dict[int, CostCurve]] = {}  # for each proposer, by width
+        self.reads: dict[str, RunningMedian] = {}  # for each proposer, seconds per token that it must read first
 
     def add_plain(self, num_seqs: int, seconds: float, times: int) -> None:
+        """Count `times` plain steps of `seconds` each, and forget what was measured against another plain time."""
         plain = self.plain.setdefault(bucket := num_seqs.bit_length(), RunningMedian())
         before = plain.value
         plain.add(seconds, times)
         if max(before, plain.value) > WRONG * min(before, plain.value):
-            for curves in self.extra.values():  # they were told from what it was taken for
+            for curves in self.extra.values():  # they were computed from the old plain time
                 curves.pop(bucket, None)
 
     def add_verified(self, name: str, num_seqs: int, num_proposals: int, seconds: float) -> None:
-        """Count a step with `num_proposals`, of `name` or of those asked before it too."""
+        """Count a step that verified `num_proposals` of `name` and of the proposers asked before it."""
         bucket = num_seqs.bit_length()
         if (plain := self.plain.get(bucket)) is not None:
-            # To verify a token is never dearer than a plain step.
+            # Verifying a token never takes longer than a plain step.
             extra_s = min(max(0.0, seconds - plain.value), (1 + num_proposals) * plain.value)
             self.extra.setdefault(name, {}).setdefault(bucket, CostCurve()).add(num_proposals, extra_s)
 
     def add_draft(self, name: str, num_seqs: int, width: int, seconds: float) -> None:
         bucket = num_seqs.bit_length()
-        if (plain_s := self.plain_s(num_seqs)) is not None:  # a draft is never larger than its target
+        if (plain_s := self.plain_s(num_seqs)) is not None:  # a draft model is never larger than its target
             seconds = min(seconds, (1 + width) * plain_s)
         self.drafts.setdefault(name, {}).setdefault(bucket, CostCurve()).add(width, seconds)
 
@@ -162,11 +163,11 @@ class Costs:
         self.reads.setdefault(name, RunningMedian()).add(seconds / num_tokens)
 
     def read_s(self, name: str) -> float:
-        """For a token; 0 where it was never measured."""
+        """Return the seconds to read a token; 0 where that was never measured."""
         return self.reads[name].value if name in self.reads else 0.0
 
     def plain_s(self, num_seqs: int) -> float | None:
-        """None: to be measured first."""
+        """Return the seconds of a plain step; None where it has yet to be measured."""
         plain = self.plain.get(num_seqs.bit_length())
         return plain.value if plain is not None and plain.count >= FIRST_PLAIN else None
 
@@ -188,14 +189,14 @@ class Costs:
         return more * curve.at(width)
 
     def draft_curve(self, name: str, num_seqs: int) -> tuple[CostCurve, float]:
-        """By width, and times how much: a guess above what it may be where it was measured with fewer sequences."""
+        """Return the curve by width, and a factor on it that is above 1 if it was measured with fewer sequences."""
         curves, bucket = self.drafts[name], num_seqs.bit_length()
         nearest = _nearest(curves, bucket)
         return curves[nearest], BATCHING ** max(0, bucket - nearest)
 
 
 def _nearest(curves: dict[int, CostCurve], bucket: int) -> int | None:
-    """The bucket whose curve is known."""
+    """Return the known bucket nearest to this one; None where none is known."""
     if (curve := curves.get(bucket)) is not None and curve.is_known:
         return bucket
     known = (other for other in curves if curves[other].is_known)

@@ -1,13 +1,13 @@
 """Choose the proposer for each sequence of a step, and judge its proposals.
 
-    draft      before a step: proposals are put behind the last tokens of its decoding sequences (Sequence.draft_ids)
-    measure    it has been computed: what it cost
-    advance    its results are out: acceptance, and hidden states back to the proposers
+    draft      before a step: put proposals after the last tokens of its decoding sequences (Sequence.draft_ids)
+    measure    after the step is computed: record its cost
+    advance    after its results are out: judge the proposals, pass hidden states to the proposers
 
-A decoding sequence is open at a proposer from the first step in which it is asked for until a step without it. Where
-several proposers run, prompt lookup is asked first, since it costs next to nothing, unless its guesses for a sequence
-have been clearly worse; a model is asked for the sequences that are left. A proposer that is quick is asked before it
-is decided how much of what it proposes is verified; of the others that is decided first.
+A decoding sequence is open at a proposer from the first step in which it is asked for until a step without it. If
+several proposers run, prompt lookup is asked first, since it costs next to nothing, except for sequences for which its
+guesses have been clearly worse; a model is asked for the sequences that are left. A quick proposer is asked first, and
+then the number of its proposals to verify is decided; for the other proposers that number is decided first.
 """
 
 import time
@@ -27,38 +27,39 @@ from baton.engine.speculation.control.tracks import Tracks
 from baton.engine.speculation.control.verify import num_right
 from baton.engine.speculation.proposers.proposer import Advance, DraftRequest, Proposer
 
-WORSE = 0.15  # of acceptance: what a proposer that costs next to nothing may have less than a model
+WORSE = 0.15  # by how much a quick proposer's acceptance may be below a model's
 
 
 class DecodingSequences(NamedTuple):
-    """The sequences of a step that decode, and what their requests ask for; the same until one comes or goes."""
+    """Hold the decoding sequences of a step and what their requests ask for, until a sequence comes or goes."""
 
     seqs: list[Sequence]
-    candidates: dict[str, list[Sequence]]  # of each proposer: those whose requests allow it
-    has_fixed: bool  # a request among them has a width of its own
-    has_free: bool  # one has not
+    candidates: dict[str, list[Sequence]]  # of each proposer, the sequences whose requests allow it
+    has_fixed: bool  # some request has a width of its own
+    has_free: bool  # some request has none
 
 
 @dataclass(slots=True)
 class DraftedStep:
-    """One step, from its drafts until its results are out."""
+    """Hold one step from its drafts until its results are out."""
 
-    has_chunks: bool = False  # of prompts, beside the sequences that decode
-    proposer_of: dict[Sequence, str] = field(default_factory=dict)  # whose proposals a sequence has
-    asked: list[str] = field(default_factory=list)  # proposers, whatever came of it
+    has_chunks: bool = False  # whether it also computes chunks of prompts
+    proposer_of: dict[Sequence, str] = field(default_factory=dict)  # the proposer of each sequence's proposals
+    asked: list[str] = field(default_factory=list)  # proposers asked, with or without result
     adaptive: list[str] = field(default_factory=list)  # those of them whose widths the controller decides
-    begun_at: float | None = None  # None: it is not measured
+    begun_at: float | None = None  # None: the step is not timed
     draft_s: float = 0.0
 
 
 def clock_for(device: torch.device) -> Callable[[], float]:
-    """On a CPU the time of the loop's own thread: who else wants the core makes no step dearer than another. On a GPU
-    the loop waits, and that counts."""
+    """Return the clock for steps: on a CPU the loop thread's own CPU time, so that other users of the core do not make
+    a step look dearer; on a GPU the wall clock, since the loop waits."""
     return time.thread_time if device.type == "cpu" else time.perf_counter
 
 
 class Speculator:
-    """Belongs to the loop's thread. `proposers` in the order in which they are asked; none: every step is plain."""
+    """Draft and judge the proposals of an engine's steps. Used by the loop's thread alone. `proposers` are asked in
+    this order; without any, every step is plain."""
 
     def __init__(
         self,
@@ -68,31 +69,31 @@ class Speculator:
         clock: Callable[[], float],
         steps_a_call: int,
     ):
-        """`num_draft_tokens`: always this many, whether it pays or not; None: as many as pay; `steps_a_call`: the most
-        that the engine does in one call, where nothing is proposed."""
+        """Speculate with `num_draft_tokens` per step whether they pay or not; None: with as many as pay.
+        `steps_a_call`: the most steps that the engine does in one call while nothing is proposed."""
         proposers = list(proposers)
         self.proposers = {proposer.name: proposer for proposer in proposers}
         self.controller = Controller(steps_a_call)
         self.counts = {name: DraftCounts() for name in self.proposers}  # since the start
         self._followers = [each.name for each in proposers if type(each).advance is not Proposer.advance]
-        self._last = next(reversed(self.proposers), "")  # has no other behind it
+        self._last = next(reversed(self.proposers), "")  # the only one after which no other is asked
         self._scheduler = scheduler
         self._num_draft_tokens = num_draft_tokens
         self._clock = clock
         self._tracks = {name: Tracks(proposer) for name, proposer in self.proposers.items()}
         self._decoding = DecodingSequences([], {}, False, False)
         self._step = DraftedStep()
-        self._advance_s = 0.0  # behind the step before
-        self._unpriced: list[tuple[SequenceGroup, float, float]] = []  # until a plain step has been measured
+        self._advance_s = 0.0  # seconds of `advance` after the last step
+        self._unpriced: list[tuple[SequenceGroup, float, float]] = []  # waiting until a plain step is measured
 
     @property
     def num_bytes(self) -> int:
-        """Memory beyond the target's."""
+        """Return the bytes of memory beyond the target's."""
         return sum(proposer.num_bytes for proposer in self.proposers.values())
 
     @property
     def summary(self) -> str:
-        """Return what the engine's start line says of it; empty: it does not speculate."""
+        """Return the words on speculation for the engine's start line; empty without it."""
         if not self.proposers:
             return ""
         width = "as many tokens as pay" if self._num_draft_tokens is None else f"{self._num_draft_tokens} tokens a step"
@@ -106,7 +107,8 @@ class Speculator:
     # ---- before a step ----
 
     def draft(self, slices: list[Slice], num_free_tokens: int) -> None:
-        """Proposals for the decoding sequences among `slices`, at most `num_free_tokens` (the step's budget) in all."""
+        """Put proposals on the decoding sequences among `slices`, at most `num_free_tokens` (the rest of the step's
+        budget) in all."""
         if not self.proposers:
             return
         seqs = [seq for seq, begin, end in slices if end - begin == 1 and seq.group.prefilled]
@@ -119,7 +121,7 @@ class Speculator:
             if not decoding.has_fixed and step.has_chunks:
                 continue
             if not decoding.has_fixed and controller.is_resting(name, num_seqs):
-                self._tracks[name].rest()  # its try is over
+                self._tracks[name].rest()  # its try ends
                 continue
             if num_free_tokens <= 0 or not decoding.candidates[name]:
                 continue
@@ -134,7 +136,7 @@ class Speculator:
             step.begun_at = self._clock()
 
     def _change(self, seqs: list[Sequence]) -> None:
-        """Note that others decode than in the step before, and close those that do not."""
+        """Note that other sequences decode than in the last step, and close those that no longer do."""
         before, now = set(self._decoding.seqs), set(seqs)
         self.controller.refill.note_change(len(now - before), len(before - now), len(now))
         for tracks in self._tracks.values():
@@ -148,12 +150,12 @@ class Speculator:
         self._decoding = DecodingSequences(seqs, candidates, True in fixed, False in fixed)
 
     def close_all(self) -> None:
-        """Nothing is computed in this step."""
+        """Close all sequences, since nothing is computed in this step."""
         if self._decoding.seqs:
             self._change([])
 
     def _suits(self, seq: Sequence, name: str) -> bool:
-        """Return whether this proposer is to guess for the sequence rather than the last one."""
+        """Return whether this proposer is to guess for the sequence, rather than the last one."""
         if name in (self._last, seq.group.request.speculation.proposer):
             return True
         return self._rate(name, seq) > self._rate(self._last, seq) - WORSE
@@ -163,12 +165,12 @@ class Speculator:
         return prior if track is None else track.acceptance.rate(prior)
 
     def _ask(self, name: str, budget: int) -> int:
-        """Asks one proposer for those of the sequences for which it pays; how many tokens it proposed."""
+        """Ask one proposer for the sequences for which it pays; return how many tokens it proposed."""
         step, tracks, seqs = self._step, self._tracks[name], self._decoding.candidates[name]
         if len(self.proposers) > 1:
             seqs = [seq for seq in seqs if seq not in step.proposer_of and self._suits(seq, name)]
         if not seqs:
-            if not step.proposer_of:  # others are to guess for all of them
+            if not step.proposer_of:  # later proposers will guess for all of them
                 self.controller.note_nothing_proposed(name)
             return 0
         step.asked.append(name)
@@ -195,7 +197,7 @@ class Speculator:
         return num_proposed
 
     def _looked_up(self, tracks: Tracks, seqs: list[Sequence], limits: list[int]) -> list[list[int]]:
-        """All that a quick proposer has; what it had at the last look and was not taken up is judged first."""
+        """Return all proposals of a quick proposer, after judging those of its last look that were not verified."""
         proposer, asks, wanted = tracks.proposer, [], []
         drafts: list[list[int]] = [[] for _ in seqs]
         for index, (seq, limit) in enumerate(zip(seqs, limits, strict=True)):
@@ -211,7 +213,7 @@ class Speculator:
         return drafts
 
     def _drafts(self, tracks: Tracks, seqs: list[Sequence], widths: list[int], budget: int) -> list[list[int]]:
-        """Return what it proposes for each of them, at most its width in tokens; nothing where that is 0."""
+        """Return the proposals for each sequence, at most its width in tokens; none where that is 0."""
         drafts: list[list[int]] = [[] for _ in seqs]
         wanted = [index for index, width in enumerate(widths) if width > 0]
         if not wanted:
@@ -229,7 +231,7 @@ class Speculator:
         return drafts
 
     def _widths(self, name: str, seqs: list[Sequence], limits: list[int], has_drafts: bool) -> list[int]:
-        """See Controller.widths; requests with a width of their own have that."""
+        """Return the width of each sequence: its request's own, or else what Controller.widths decides."""
         fixed = [self._fixed(seq) for seq in seqs]
         widths = [min(limit, width or 0) for limit, width in zip(limits, fixed, strict=True)]
         if self._step.has_chunks:
@@ -263,16 +265,16 @@ class Speculator:
     def _limit(self, seq: Sequence, budget: int) -> int:
         request, scheduler = seq.group.request, self._scheduler
         if scheduler.ledger.states is not None and seq.group.is_named:
-            # A state is kept behind the token that a step begins with: at a checkpoint one has to begin with the last
-            # before.
+            # A state is kept after the first token of a step: one step has to begin with the last token before a
+            # checkpoint.
             step = scheduler.config.checkpoint_step
             budget = min(budget, step - 1 - seq.num_tokens % step)
         return limit_of(request.max_tokens - seq.num_output, budget)
 
     @property
     def num_plain_steps(self) -> int:
-        """Return in how many steps, from the one that was planned on, nothing is proposed, as far as is known; at least
-        1."""
+        """Return in how many steps, the planned one included, nothing will be proposed as far as is known; 1 or
+        more."""
         if self._step.proposer_of or self.wants_hidden:
             return 1
         decoding = self._decoding
@@ -282,7 +284,7 @@ class Speculator:
     # ---- after it ----
 
     def measure(self, drawn: list[Drawn], num_steps: int) -> None:
-        """The step has been computed, or several without proposals in one call; `drawn` is what came of it."""
+        """Record the time of the step, or of several without proposals in one call, with `drawn` as the result."""
         step, controller, num_seqs = self._step, self.controller, len(self._decoding.seqs)
         if not num_seqs or step.has_chunks:
             return
@@ -291,7 +293,7 @@ class Speculator:
             return
         step_s = (self._clock() - step.begun_at - step.draft_s) / num_steps
         draft_s = step.draft_s + self._advance_s
-        adaptive = () if self._decoding.has_fixed else step.adaptive  # what is asked for anyway is not predicted
+        adaptive = () if self._decoding.has_fixed else step.adaptive  # widths asked for anyway are not predicted
         if step.proposer_of:
             num_proposed = sum(len(seq.draft_ids) for seq in step.proposer_of)
             made = [len(samples) for _, samples in drawn]
@@ -300,7 +302,7 @@ class Speculator:
             self._unpriced += self._made(drawn, step_s + draft_s)
         else:
             controller.note_look(step.asked, step.draft_s)
-            # One that was done alone to ask again says nothing of those that are done in one call.
+            # A plain step between two looks says nothing of the steps that run several in one call.
             is_plain = not (controller.steps_a_call > 1 and self.num_plain_steps == 1)
             controller.note_step(num_seqs, 0, step_s, draft_s, adaptive, num_steps, is_plain)
         if self._unpriced and (plain_s := controller.costs.plain_s(num_seqs)) is not None:
@@ -309,12 +311,12 @@ class Speculator:
             self._unpriced = []
 
     def _last_of_step(self) -> str:
-        """Return the last proposer, of those whose proposals are verified."""
+        """Return the last proposer whose proposals are verified."""
         names = set(self._step.proposer_of.values())
         return names.pop() if len(names) == 1 else next(name for name in reversed(self.proposers) if name in names)
 
     def _made(self, drawn: list[Drawn], spent_s: float) -> list[tuple[SequenceGroup, float, float]]:
-        """For each request its tokens, which plain steps would have made one by one, and what they took."""
+        """Return for each request its tokens, which plain steps would have made one by one, and their seconds."""
         if len(drawn) == 1:
             ((seq, samples),) = drawn
             return [(seq.group, len(samples), spent_s)]
@@ -324,9 +326,9 @@ class Speculator:
         return [(group, sum(counts) / len(counts), spent_s) for group, counts in made.items()]
 
     def advance(self, drawn: list[Drawn], hidden: Tensor | None) -> None:
-        """Judge the proposals of a step and pass its results to the proposers; tokens after a sequence's end have been
-        cut out of `drawn`. `hidden` [>= rows, hidden_size]: the rows that it was drawn from; None where no proposer
-        wants them."""
+        """Judge the proposals of a step and pass its results to the proposers. Tokens after a sequence's end are
+        already cut from `drawn`. `hidden` [>= rows, hidden_size]: the rows the tokens were drawn from; None if no
+        proposer wants them."""
         self._advance_s = 0.0
         proposer_of = self._step.proposer_of
         if not self._decoding.seqs or not (proposer_of or self.wants_hidden):
@@ -340,7 +342,7 @@ class Speculator:
                 self.counts[name].add(len(draft_ids), num_accepted)
                 self.controller.note_accepted(name, self._tracks[name][seq].acceptance, len(draft_ids), num_accepted)
                 seq.draft_ids = []
-            if seq.blocks.ids:  # it continues
+            if seq.blocks.ids:  # the sequence continues
                 for other, steps in advances.items():
                     if (track := self._tracks[other].get(seq)) is not None and track.draftee is not None:
                         num_proposed = len(draft_ids) if other == name else 0

@@ -1,4 +1,4 @@
-"""The sequences that a proposer is asked for: what it has open of each, and how often it was right."""
+"""Keep, for each proposer, the sequences that it is asked for and how often it was right."""
 
 from collections.abc import Container
 from collections.abc import Sequence as Seq
@@ -11,15 +11,15 @@ from baton.engine.speculation.proposers.proposer import Draftee, Proposer
 
 @dataclass(slots=True, eq=False)
 class Track:
-    """One sequence at one proposer."""
+    """Follow one sequence at one proposer."""
 
     acceptance: AcceptanceRate = field(default_factory=AcceptanceRate)
-    draftee: Draftee | None = None  # while it is open
-    unverified: Seq[int] = ()  # proposals that were not taken up: they are judged by what came
-    unverified_at: int = 0  # after this many tokens
+    draftee: Draftee | None = None  # None while the sequence is closed
+    unverified: Seq[int] = ()  # proposals that were never verified: they are judged by the tokens that came
+    unverified_at: int = 0  # the number of tokens before them
 
     def judge(self) -> tuple[int, int]:
-        """(num_proposed, num_accepted) of what was not taken up, as far as its tokens have come."""
+        """Return (num_proposed, num_accepted) of the unverified proposals, as far as their tokens have come."""
         assert self.draftee is not None
         came = self.draftee.token_ids[self.unverified_at : self.unverified_at + len(self.unverified)]
         draft, self.unverified = self.unverified, ()
@@ -30,7 +30,7 @@ class Track:
 
 
 class Tracks(dict[Sequence, Track]):
-    """All sequences at one proposer; one that is new to it begins at `tracks[seq]`."""
+    """Map sequences to their tracks at one proposer; `tracks[seq]` makes a new one where there is none."""
 
     def __init__(self, proposer: Proposer):
         super().__init__()
@@ -42,7 +42,7 @@ class Tracks(dict[Sequence, Track]):
         return track
 
     def open(self, seq: Sequence) -> Draftee:
-        """Return the sequence as the proposer sees it; opened at it where it is not."""
+        """Return the sequence as the proposer sees it, opening it where it is closed."""
         track = self[seq]
         if track.draftee is None:
             track.draftee = Draftee(seq.group.request, seq.choice, seq.token_ids)
@@ -51,18 +51,18 @@ class Tracks(dict[Sequence, Track]):
         return track.draftee
 
     def num_unread(self, seq: Sequence) -> int:
-        """Tokens of the sequence that the proposer has to read first."""
+        """Return how many tokens of the sequence the proposer has to read first."""
         track = self.get(seq)
         return self.proposer.num_unread(seq.token_ids, track and track.draftee)
 
     def keep(self, seqs: Container[Sequence]) -> None:
-        """Close and forget all but these."""
+        """Close and forget all sequences but these."""
         for seq in [seq for seq in self if seq not in seqs]:
             self._close(self.pop(seq))
 
     def rest(self) -> None:
-        """The proposer is not wanted now: close it where it follows the target's hidden states, since it would need
-        those of every step."""
+        """Close all sequences if the proposer follows the target's hidden states, since it would need those of every
+        step."""
         if self.proposer.wants_hidden and self.num_open:
             for track in self.values():
                 self._close(track)

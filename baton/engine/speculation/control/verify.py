@@ -1,11 +1,12 @@
-"""One target pass over a sequence's last token and its proposals; how many of them are what the target draws.
+"""Verify proposals: one target pass reads a sequence's last token and its proposals, and those that the target draws
+itself are accepted.
 
     token_ids      ... t              row of t    draws what comes after t             == draft 0 ?
     draft_ids          d0 d1 d2       row of d0   draws what comes after t d0          == draft 1 ?  ...
                                       the row after the last accepted proposal gives one more token for nothing
 
-Exact, not only in law: each row is drawn with the noise of its own position and the history before it, as a plain step
-would, so the tokens are those of plain decoding whatever was proposed.
+Exact, not only in distribution: each row is drawn with the noise of its own position and the history before it, as in
+a plain step, so the tokens are those of plain decoding whatever was proposed.
 """
 
 from collections.abc import Sequence as Seq
@@ -47,7 +48,7 @@ def _is_cheap(request: Request) -> bool:
 
 
 def _draw_all(sampler, logits, seqs, first_rows, chosen, runs) -> None:
-    """All rows in one call; those behind the first that differs are thrown away."""
+    """Draw all rows in one call; those after the first wrong proposal are thrown away."""
     rows, indices = [], []
     for index in chosen:
         seq = seqs[index]
@@ -71,7 +72,7 @@ def _draw_all(sampler, logits, seqs, first_rows, chosen, runs) -> None:
 
 
 def _draw_while_right(sampler, logits, seqs, first_rows, chosen, runs) -> None:
-    """Position by position, for the sequences whose proposals were right so far."""
+    """Draw position by position, for the sequences whose proposals were right so far."""
     position = 0
     while chosen:
         rows = []

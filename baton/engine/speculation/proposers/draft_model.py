@@ -1,11 +1,11 @@
 """A smaller model of the same vocabulary proposes, token by token, all sequences in one batch.
 
-It reads tokens only, so nothing of it crosses a handoff: its KV of a prompt is computed here, chunk by chunk, in what
-the steps leave over, and is kept in a small pool of its own. Its first pass of a step reads what the target drew last
-beside anything else it lacks; each further pass reads the token that it has just proposed.
+It reads tokens only, so none of its state crosses a handoff: it computes its KV of a prompt here, chunk by chunk, with
+the tokens that steps leave over, and keeps it in a small pool of its own. Its first pass of a step reads the token that
+the target drew last and any others that it lacks; each further pass reads the token that it has just proposed.
 
-What it reads of a sequence begins at most WINDOW_TOKENS back, at its position 0: an answer does not pay for a long
-prompt, and the target's context may be longer than the draft's.
+It begins to read a sequence at most WINDOW_TOKENS back, as its position 0: an answer does not pay for a long prompt,
+and the target's context may be longer than the draft's.
 """
 
 import hashlib
@@ -32,29 +32,29 @@ from kvtransfer.layout import KVLayout
 
 BLOCK_SIZE = 32
 WINDOW_TOKENS = 1_024
-CHUNK_TOKENS = 128  # read ahead at most in one step: the sequences of its batch wait for it
-LAG_TOKENS = 64  # what a sequence may lack and still be served in this step
-USUAL_LACK = 2  # at most, of a sequence that was served in the step before
+CHUNK_TOKENS = 128  # the most read ahead in one step, since the sequences of its batch wait for it
+LAG_TOKENS = 64  # tokens that a sequence may lack and still be served in this step
+USUAL_LACK = 2  # the most tokens that a sequence lacks if it was served in the last step
 
 
 class Reading:
-    """A sequence as the draft model has read it: token_ids[begin:], at its positions from 0 on."""
+    """Hold what the draft model has read of a sequence: token_ids[begin:], at its own positions from 0 on."""
 
     __slots__ = ("begin", "num_computed", "block_ids", "table", "guessed", "guessed_at")
 
     def __init__(self, begin: int):
         self.begin = begin
-        self.num_computed = 0  # of its positions
+        self.num_computed = 0  # positions computed
         self.block_ids: list[int] = []
         self.table: Tensor | None = None  # block_ids as a tensor
-        self.guessed: list[int] = []  # what it proposed last, behind token_ids[:guessed_at]
+        self.guessed: list[int] = []  # its last proposals, after token_ids[:guessed_at]
         self.guessed_at = 0
 
     def lack(self, token_ids: list[int]) -> int:
-        """Tokens that it has yet to read, at least one. Of its guesses those stay read that have come true."""
+        """Return how many tokens it has yet to read, at least one. Guesses that have come true count as read."""
         if self.guessed:
-            # KV of the last guess was never computed, and that of wrong ones is overwritten. The record's last token is
-            # always read again: its logits are wanted.
+            # KV of the last guess was never computed, and KV of wrong ones is overwritten. The record's last token is
+            # always read again, for its logits.
             right = 0
             for guess, token_id in zip(self.guessed[:-1], token_ids[self.guessed_at : -1], strict=False):
                 if guess != token_id:
@@ -66,12 +66,12 @@ class Reading:
 
 
 class DraftModel(Proposer):
-    """See the module."""
+    """Propose by a smaller model, as the module describes."""
 
     name = "draft"
 
     def __init__(self, model: Model, pool: KVPool, config: EngineConfig, num_weight_bytes: int):
-        """`pool` and `config` are the model's own; it reads at most config.max_num_batched_tokens in a pass."""
+        """Propose by `model` with its own `pool` and `config`; a pass reads at most config.max_num_batched_tokens."""
         self.model, self.pool, self.config = model, pool, config
         self.context = config.max_model_len
         self._launcher: PassLauncher | None = None
@@ -108,7 +108,8 @@ class DraftModel(Proposer):
 
     @torch.inference_mode()
     def prepare(self, draftees: Sequence[Draftee], num_tokens: int) -> int:
-        """Reads on, first where least is lacking: one sequence served is better than two half read."""
+        """Read on with at most `num_tokens`, first for the sequence that lacks least: one that is served is better than
+        two half read."""
         budget = left = min(num_tokens, CHUNK_TOKENS)
         chunks = []
         for lack, index in sorted((self._lack(draftee), index) for index, draftee in enumerate(draftees)):
@@ -145,7 +146,7 @@ class DraftModel(Proposer):
         return drafts
 
     def _guess(self, chunks: Sequence[tuple[Draftee, int]], counts: Sequence[int]) -> list[list[int]]:
-        """The likeliest tokens, all in one call."""
+        """Return the most likely tokens of all sequences, in one native call."""
         unread, token_ids = [], []
         for (draftee, lack), count in zip(chunks, counts, strict=True):
             reading = draftee.state
@@ -155,7 +156,7 @@ class DraftModel(Proposer):
         return self._passes(unread, token_ids)
 
     def _draw(self, asks: Sequence[DraftRequest], drafts: list[list[int]], served: list[int], chunks: list) -> None:
-        """Pass by pass."""
+        """Draw the guesses into `drafts`, one pass per position."""
         logits = self._read(_of_one_width(chunks) if self._launcher else chunks, want_logits=True)
         while True:
             draftees = [asks[index].draftee for index in served]
@@ -180,8 +181,8 @@ class DraftModel(Proposer):
         return draftee.state.lack(token_ids)
 
     def _take(self, reading: Reading, num_tokens: int) -> bool:
-        """Take blocks for `num_tokens` of its positions; False where the pool has none left: then nothing is
-        proposed."""
+        """Take blocks for `num_tokens` of its positions; return False, so that nothing is proposed, if the pool is
+        full."""
         missing = -(-num_tokens // BLOCK_SIZE) - len(reading.block_ids)
         if missing > len(self._free):
             return False
@@ -197,7 +198,7 @@ class DraftModel(Proposer):
     # ---- passes ----
 
     def _read(self, chunks: Sequence[tuple[Draftee, int]], want_logits: bool) -> Tensor:
-        """Read the next tokens of each sequence, as many as it says; logits after the last of each."""
+        """Read the next tokens of each sequence, as many as its chunk says; return the logits after the last ones."""
         token_ids: list[int] = []
         positions: list[int] = []
         slots: list[int] = []
@@ -211,12 +212,12 @@ class DraftModel(Proposer):
             positions += range(first, end)
             slots += [_slot(reading, position) for position in range(first, end)]
         rows = [seq.query_start + seq.query_len - 1 for seq in seqs] if want_logits else []
-        if self._launcher and rows and {size for _, size in chunks} == {USUAL_LACK}:  # its graph has all logits
+        if self._launcher and rows and {size for _, size in chunks} == {USUAL_LACK}:  # the graph computes all logits
             return self._forward(token_ids, positions, slots, seqs, list(range(len(token_ids))))[rows]
         return self._forward(token_ids, positions, slots, seqs, rows)
 
     def _read_guesses(self, guesses: list[tuple[Reading, int]]) -> Tensor:
-        """Read one more token of each, which its record has not."""
+        """Read one more guess of each sequence, which its record does not hold yet."""
         positions, slots, seqs = [], [], []
         for row, (reading, _) in enumerate(guesses):
             position = reading.num_computed
@@ -240,7 +241,7 @@ class DraftModel(Proposer):
 
 
 def _of_one_width(chunks: list[tuple[Draftee, int]]) -> list[tuple[Draftee, int]]:
-    """Where some lack one token and others two, let all read two: a pass of one width runs as a graph."""
+    """Let all sequences read two tokens where some lack one and others two: a pass of one width runs as a graph."""
     lacks = {lack for _, lack in chunks}
     if lacks != {1, USUAL_LACK} or any(lack == 1 and not draftee.state.num_computed for draftee, lack in chunks):
         return chunks
@@ -257,7 +258,7 @@ def _slot(reading: Reading, position: int) -> int:
 
 
 def load(folder: Path, model: Model, config: EngineConfig) -> DraftModel:
-    """A draft for `model`, which was read from config.model. Raises ModelError, ValueError where they do not fit."""
+    """Return a draft for `model`, which was read from config.model. Raises ModelError or ValueError on a misfit."""
     spec = read_spec(folder)
     check_fit(folder, spec, config.model, model.spec)
     context = min(spec.context, config.max_model_len, 2 * WINDOW_TOKENS)
@@ -274,7 +275,7 @@ def load(folder: Path, model: Model, config: EngineConfig) -> DraftModel:
 
 
 def check_fit(folder: Path, draft: ModelSpec, target_folder: Path, target: ModelSpec) -> None:
-    """ValueError, one line, unless the draft's tokens are the target's and it is the smaller one."""
+    """Raise ValueError, in one line, unless the draft has the target's tokens and is the smaller model."""
     if draft.state is not None:
         raise ValueError(f"draft_model {folder}: its layers keep a state, which drafts do not; give another draft")
     if draft.vocab_size != target.vocab_size:

@@ -1,4 +1,4 @@
-"""Draw a draft's tokens: as the target would with the same logits, noise and history."""
+"""Draw a draft's tokens with the noise and history with which the target would draw from the same logits."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -13,8 +13,8 @@ from baton.sampling_params import SamplingParams
 
 
 def draw(sampler: Sampler, logits: Tensor, draftees: Sequence[Draftee], drafts: Sequence[Sequence[int]]) -> list[int]:
-    """Draw one token per row of a draft's own logits fp32 [R, vocab_size]: row i follows draftees[i].token_ids and
-    drafts[i], what was proposed for it so far."""
+    """Draw one token per row of a draft's logits fp32 [R, vocab_size]: row i follows draftees[i].token_ids and its
+    proposals so far, drafts[i]."""
     if all(is_argmax(draftee.request) for draftee in draftees):
         return logits.argmax(dim=1).tolist()
     rows = [
@@ -26,11 +26,11 @@ def draw(sampler: Sampler, logits: Tensor, draftees: Sequence[Draftee], drafts: 
 
 @lru_cache(maxsize=1024)
 def _silent(params: SamplingParams) -> SamplingParams:
-    """Return the parameters without logprobs: a draft's are not read."""
+    """Return the parameters without logprobs, which nobody reads of a draft."""
     return replace(params, logprobs=None)
 
 
 def is_argmax(request: Request) -> bool:
-    """Return whether its next token is the likeliest one, and nothing else comes into it."""
+    """Return whether the request's next token is simply the most likely one."""
     params = request.sampling
     return params.is_greedy and not (params.has_penalties or params.logit_bias or request.min_tokens)

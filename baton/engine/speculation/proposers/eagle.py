@@ -1,5 +1,5 @@
-"""An EAGLE-style draft (Li et al., arXiv 2401.15077): one decoder layer of a folder of heads, as feature_proposer.py
-draws it. Its features are normed behind the layer, which attends to the last WINDOW rows."""
+"""An EAGLE-style draft (Li et al., arXiv 2401.15077): one decoder layer from a folder of heads, run by
+feature_proposer.py. Its features are normed after the layer, which attends to the last WINDOW rows."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -37,7 +37,7 @@ from kvtransfer.layout import KVGroup, KVLayout
 
 
 class Eagle(FeatureProposer):
-    """A layer as of a Llama, run by torch or, where all guesses are the likeliest ones, in one native call."""
+    """Propose by one Llama layer, run by torch or, where all guesses are greedy, in one native call."""
 
     name = "eagle"
 
@@ -82,7 +82,7 @@ class Eagle(FeatureProposer):
         return {"q": self._q_size, "k": self._kv_size, "v": self._kv_size}
 
     def _native_passes(self, project: LinearKernel, norms: Sequence[RMSNorm]) -> Passes | None:
-        """None where the layer or the target cannot be run by the native kernels."""
+        """Return the native passes; None if the layer or the target cannot run on the native kernels."""
         model, spec = self.model, self.model.spec
         shape = AttentionShape(
             spec.num_heads, spec.num_kv_heads, spec.head_dim, (self._window,), model.dtype, model.device
@@ -105,7 +105,7 @@ class Eagle(FeatureProposer):
             super()._draw(drafts)
 
     def _guess(self, passes: Passes, drafts: Sequence[Draft]) -> None:
-        """The likeliest tokens, all in one call."""
+        """Guess the most likely tokens of all sequences, in one native call."""
         chunks, hidden = self._take_unread([draft.draftee for draft in drafts])
         unread = [
             UnreadTokens(
@@ -128,7 +128,7 @@ class Eagle(FeatureProposer):
         return self._finish(last_rows(x, chunks), self._attend(last_rows(q, chunks), chunks))
 
     def _rotated(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """x [T, hidden_size] -> q, k, v [T, heads, head_dim]."""
+        """Project and rotate x [T, hidden_size] -> q, k, v [T, heads, head_dim]."""
         qkv = self._layer.qkv(self._layer.input_norm(x)).split((self._q_size + self._kv_size, self._kv_size), dim=1)
         qk, v = (part.unflatten(1, (-1, self._head_dim)) for part in qkv)
         cos, sin = self.model.ropes[0].tables(positions, x.dtype)
@@ -136,7 +136,7 @@ class Eagle(FeatureProposer):
         return q, k, v
 
     def _attend(self, q: Tensor, chunks: Sequence[Chunk]) -> Tensor:
-        """q [S, num_heads, head_dim], each over the last rows of its slot up to the end of its chunk."""
+        """Attend with q [S, num_heads, head_dim], each over the last rows of its slot up to the end of its chunk."""
         window, longest = self._window, max(chunk.end for chunk in chunks)
         if len(chunks) == 1:
             kv = self._kv[chunks[0].slot, :, :, max(0, longest - window) : longest].unsqueeze(0)
@@ -146,11 +146,11 @@ class Eagle(FeatureProposer):
             ends = self._ints([chunk.end for chunk in chunks]).unsqueeze(1)
             places = torch.arange(longest, device=ends.device)
             mask = ((places < ends) & (places >= ends - window)).view(len(chunks), 1, 1, longest)
-        queries = q.unflatten(1, (kv.shape[2], -1))  # those that share a KV head are rows of one product
+        queries = q.unflatten(1, (kv.shape[2], -1))  # the heads that share a KV head are rows of one product
         return F.scaled_dot_product_attention(queries, kv[:, 0], kv[:, 1], attn_mask=mask).flatten(1)
 
     def _finish(self, x: Tensor, mixed: Tensor) -> Tensor:
-        """The rest of the layer -> features [S, hidden_size]."""
+        """Run the rest of the layer -> features [S, hidden_size]."""
         x = x + self._layer.output(mixed)
         gate, up = self._layer.gate_up(self._layer.mlp_norm(x)).split(self._inner, dim=1)
         return self._norm(x + self._layer.down(F.silu(gate) * up))

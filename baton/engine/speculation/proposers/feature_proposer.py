@@ -28,16 +28,17 @@ from baton.protocol import MAX_DRAFT_TOKENS
 from kvtransfer.layout import KVLayout
 from kvtransfer.naming import SPAN_TOKENS
 
-WINDOW = 256  # rows that stay when a slot is full
+WINDOW = 256  # rows that stay once a slot is full
 
 
 @dataclass(slots=True)
 class Context:
-    """The state kept of one sequence."""
+    """Hold the state of one sequence."""
 
     slot: int
-    num_rows: int = 0  # whose K and V are in the slot
-    unread: list[Tensor] = field(default_factory=list)  # of the target, [n, hidden_size], up to the last token but one
+    num_rows: int = 0  # rows whose K and V are in the slot
+    # Hidden rows of the target [n, hidden_size], up to the last token but one.
+    unread: list[Tensor] = field(default_factory=list)
 
     @property
     def num_unread(self) -> int:
@@ -45,7 +46,7 @@ class Context:
 
 
 class Draft(NamedTuple):
-    """What is proposed for one sequence, as far as it is drafted."""
+    """Hold the proposals of one sequence as they grow."""
 
     draftee: Draftee
     token_ids: list[int]
@@ -53,21 +54,21 @@ class Draft(NamedTuple):
 
 
 class Chunk(NamedTuple):
-    """Rows of one sequence that the layer reads, one behind the other."""
+    """Describe consecutive rows of one sequence that the layer reads."""
 
     slot: int
-    place: int  # of the first in the slot
-    position: int  # of the first, as it is rotated
-    token_ids: list[int]  # the one behind each row
+    place: int  # of the first row, in the slot
+    position: int  # of the first row, for the rotation
+    token_ids: list[int]  # the token after each row
 
     @property
     def end(self) -> int:
-        """Return how many rows are in the slot once these are."""
+        """Return how many rows are in the slot after these."""
         return self.place + len(self.token_ids)
 
 
 class Entry(NamedTuple):
-    """The parts in front of the layer."""
+    """Hold the parts before the layer."""
 
     project: Callable[[Tensor], Tensor]
     embedding_norm: Callable[[Tensor], Tensor]
@@ -75,21 +76,22 @@ class Entry(NamedTuple):
 
 
 class FeatureProposer(Proposer):
-    """See the module. One slot of K and V per sequence; the sequences of a step are rows of one batch."""
+    """Propose by a layer that follows hidden states, as the module describes. Each sequence has one slot of K and V;
+    the sequences of a step are rows of one batch."""
 
     wants_hidden = True
 
     def __init__(self, model: Model, entry: Entry, layout: KVLayout, num_slots: int, weight_bytes: int):
-        """`layout`: of the layer's K and V, a block of `slot_tokens`."""
+        """Make slots by `layout`, that of the layer's K and V with blocks of `slot_tokens`."""
         self.model, self._entry, self._sampler = model, entry, Sampler()
-        self._pool = KVPool(layout, num_slots, device=model.device)  # a block is a slot
+        self._pool = KVPool(layout, num_slots, device=model.device)  # one block per slot
         self._free = list(range(num_slots))
         self._window, self._weight_bytes = WINDOW, weight_bytes
 
     @abstractmethod
     def _run_layer(self, x: Tensor, token_ids: Tensor, positions: Tensor, chunks: Sequence[Chunk]) -> Tensor:
-        """Pass the rows x [T, hidden_size] of all chunks through the layer, K and V to their places; return the
-        features [S, hidden_size] behind the last row of each chunk."""
+        """Pass the rows x [T, hidden_size] of all chunks through the layer and store their K and V; return the features
+        [S, hidden_size] of the last row of each chunk."""
 
     def _logits(self, features: Tensor) -> Tensor:
         return self.model.scored(features).float()
@@ -108,7 +110,7 @@ class FeatureProposer(Proposer):
             draftee.state = None
 
     def advance(self, advances: Sequence[Advance], hidden: Tensor | None) -> None:
-        """Keep the rows of `hidden` [>= rows, hidden_size] at accepted positions, until the next proposal."""
+        """Keep the rows of `hidden` [>= rows, hidden_size] at accepted positions until the next proposal."""
         assert hidden is not None
         index = [row for a in advances for row in range(a.first_row, a.first_row + a.num_accepted + 1)]
         kept = hidden[torch.tensor(index, device=hidden.device)].split([a.num_accepted + 1 for a in advances])
@@ -117,7 +119,7 @@ class FeatureProposer(Proposer):
             if context is None:
                 continue
             context.unread.append(rows)
-            # Not asked for in a long while: what is too old is of no use any more.
+            # The sequence was not asked for a long time: rows before the window are of no use.
             while context.num_unread - len(context.unread[0]) >= self._window:
                 del context.unread[0]
 
@@ -146,8 +148,7 @@ class FeatureProposer(Proposer):
             features = self._read([_next_row(draft) for draft in drafts], features)
 
     def _take_unread(self, draftees: Sequence[Draftee]) -> tuple[list[Chunk], Tensor]:
-        """Return the rows that came since the last time as chunks, and the target's hidden states [T, hidden_size] at
-        them."""
+        """Return the unread rows as chunks, and the target's hidden states [T, hidden_size] at them."""
         chunks, hidden = [], []
         for draftee in draftees:
             context, num_new = draftee.state, draftee.state.num_unread
@@ -161,14 +162,14 @@ class FeatureProposer(Proposer):
         return chunks, hidden[0].contiguous() if len(hidden) == 1 else torch.cat(hidden)
 
     def _move_down(self, context: Context) -> None:
-        """Make room in a slot: its last rows become its first."""
+        """Make room in a slot by moving its last rows to the front."""
         kept, own = min(self._window, context.num_rows), self._pool.blocks[context.slot, 0]
         own[:, :, :kept] = own[:, :, context.num_rows - kept : context.num_rows].clone()
         context.num_rows = kept
 
     def _read(self, chunks: Sequence[Chunk], features: Tensor) -> Tensor:
-        """Pass rows through the layer, which come from `features` [T, hidden_size] and the tokens behind them; return
-        the features [S, hidden_size] of the last row of each chunk."""
+        """Pass rows through the layer, made of `features` [T, hidden_size] and the tokens after them; return the
+        features [S, hidden_size] of the last row of each chunk."""
         token_ids = self._ints([token_id for chunk in chunks for token_id in chunk.token_ids])
         positions = self._ints([chunk.position + i for chunk in chunks for i in range(len(chunk.token_ids))])
         embedded = self._entry.embedding_norm(self.model.embedded(token_ids))
@@ -180,21 +181,22 @@ class FeatureProposer(Proposer):
 
 
 def _next_row(draft: Draft) -> Chunk:
-    """Return the row of the last drafted token: its K and V stand behind the verified ones, where the next catch-up
-    writes over them."""
+    """Return the row of the last drafted token. Its K and V come after the verified ones and are overwritten by the
+    next step."""
     draftee, num_drafted = draft.draftee, len(draft.token_ids)
     context, position = draftee.state, len(draftee.token_ids) + num_drafted - 2
     return Chunk(context.slot, context.num_rows + num_drafted - 1, position, draft.token_ids[-1:])
 
 
 def last_rows(rows: Tensor, chunks: Sequence[Chunk]) -> Tensor:
-    """Return of the rows [T, ...] of all chunks the last one of each."""
+    """Return the last row of each chunk out of the rows [T, ...] of all chunks."""
     if len(rows) == len(chunks):
         return rows
     return rows[[end - 1 for end in accumulate(len(chunk.token_ids) for chunk in chunks)]]
 
 
 def slot_tokens() -> int:
-    """Return how many rows a slot has room for: what stays, as many new ones, a chain of guesses; in whole spans."""
+    """Return how many rows a slot has room for: those that stay, as many new ones and a chain of guesses, in whole
+    spans."""
     room = 2 * WINDOW + 2 * MAX_DRAFT_TOKENS + 1
     return room + -room % SPAN_TOKENS

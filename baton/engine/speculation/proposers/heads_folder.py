@@ -13,12 +13,12 @@ from baton.engine.weights.tensors import Weights
 KINDS = ("medusa", "eagle")
 MARK = "target_mark"  # a tensor beside the weights
 MARK_ROWS = 256
-MIN_LIKENESS = 0.9  # cosine; the same model in four bits is above 0.98, another one of the same shape near 0
+MIN_LIKENESS = 0.9  # cosine; the same model in four bits is above 0.98, another model of the same shape near 0
 
 
 @dataclass(frozen=True, slots=True)
 class HeadsFolder:
-    """Describe the heads found in a folder, checked against the target that they are to serve."""
+    """Hold a folder of heads that was checked against the target."""
 
     path: Path
     config: dict
@@ -26,8 +26,8 @@ class HeadsFolder:
 
     @classmethod
     def open(cls, path: str | Path, kind: str, model: Model) -> "HeadsFolder":
-        """Raises ValueError where the folder is of another kind or for another target, ModelError naming the file where
-        it cannot be read."""
+        """Open a folder of heads. Raises ValueError if it is of another kind or for another target, ModelError naming
+        the file if it cannot be read."""
         path = Path(path)
         config = read_json(path / "config.json")
         found = config.get("speculator")
@@ -52,11 +52,11 @@ class HeadsFolder:
         return folder
 
     def read(self, name: str, *shape: int) -> Tensor:
-        """Return a tensor fp32 [*shape]. Raises ModelError where it is missing or has another shape."""
+        """Return a tensor fp32 [*shape]. Raises ModelError if it is missing or has another shape."""
         return self.weights.read(name, shape).float()
 
     def count(self, key: str) -> int:
-        """A positive integer of the config. Raises ValueError."""
+        """Return a positive integer of the config. Raises ValueError."""
         value = self.config.get(key)
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise ValueError(f"{self.path / 'config.json'}: {key} is {value!r}, not a positive integer")
@@ -65,8 +65,8 @@ class HeadsFolder:
 
 @torch.no_grad()
 def target_mark(model: Model) -> Tensor:
-    """fp32 [MARK_ROWS]: sums of embedding rows with alternating signs. Another storage form hardly moves it; another
-    model of the same shape has nothing in common with it."""
+    """Return a mark of the model, fp32 [MARK_ROWS]: sums of embedding rows with alternating signs. Quantizing the
+    weights hardly changes it; another model of the same shape has an unrelated one."""
     token_ids = torch.linspace(0, model.spec.vocab_size - 1, MARK_ROWS).long().to(model.device)
     rows = model.embedded(token_ids).float().cpu()
     signs = torch.ones(model.spec.hidden_size)

@@ -43,7 +43,7 @@ class Blocks(NamedTuple):
 
 
 class Medusa(Proposer):
-    """The sequences of a step are rows of one batch."""
+    """Propose by heads, as the module describes; the sequences of a step are rows of one batch."""
 
     name = "medusa"
     wants_hidden = True
@@ -62,7 +62,7 @@ class Medusa(Proposer):
         self._native = self._native_heads()
 
     def _native_heads(self) -> NativeHeads | None:
-        """None where the heads or the target cannot be run by the native kernels."""
+        """Return the native heads; None if the heads or the target cannot run on the native kernels."""
         model, linears = self.model, (*self._enter, *self._leave)
         if not (Passes.fit(model, model.fused) and all(isinstance(each, PackedLinear) for each in linears)):
             return None
@@ -103,7 +103,7 @@ class Medusa(Proposer):
             advance.draftee.state = row
 
     def _logits(self, hidden: Tensor, drawn_ids: Tensor, num_heads: int) -> Tensor:
-        """hidden [S, hidden_size], drawn_ids [S] -> fp32 [S, num_heads, vocab_size]."""
+        """Return the logits of the heads: hidden [S, hidden_size], drawn_ids [S] -> fp32 [S, num_heads, vocab_size]."""
         x, drawn = self._norm(self.model.norm(hidden)), self._norm(self.model.embedded(drawn_ids))
         joined, outputs = torch.cat((x, drawn), dim=1), []
         for enter, leave, scale in zip(self._enter[:num_heads], self._leave, self._scales):

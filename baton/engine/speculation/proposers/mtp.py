@@ -1,6 +1,5 @@
-"""The layer that a checkpoint ships to predict the token behind the next one (DeepSeek-V3, arXiv 2412.19437, section
-2.2), as feature_proposer.py draws it; its features are normed in front of the head alone. It looks back at all rows
-that its slot has."""
+"""The layer that a checkpoint ships to predict the token after the next one (DeepSeek-V3, arXiv 2412.19437, section
+2.2), run by feature_proposer.py. Its features are normed before the head only. It attends to all rows in its slot."""
 
 from collections.abc import Sequence
 
@@ -15,7 +14,7 @@ from baton.engine.speculation.proposers.feature_proposer import Chunk, Entry, Fe
 
 
 class MultiTokenPredictor(FeatureProposer):
-    """One decoder layer of the target's own kind."""
+    """Propose by one decoder layer of the target's own kind."""
 
     name = "mtp"
 
@@ -39,8 +38,8 @@ class MultiTokenPredictor(FeatureProposer):
 
 
 def load(model: Model, config: EngineConfig) -> MultiTokenPredictor:
-    """Read the layer from the target's own folder. Raises ValueError where it has none, ModelError for a tensor that is
-    missing or differs."""
+    """Read the layer from the target's folder. Raises ValueError if the folder has none, ModelError for a tensor that
+    is missing or does not fit."""
     if model.spec.predictor is None:
         raise ValueError(
             f"speculator mtp: {model.spec.folder} ships no layer that predicts further tokens; give another one"

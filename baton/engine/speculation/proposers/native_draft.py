@@ -23,7 +23,7 @@ _POINTER, _INT = ctypes.c_void_p, ctypes.c_int64
 
 
 class _Draft(ctypes.Structure):
-    """`Draft` of native/layers/draft.cpp."""
+    """Mirror `Draft` of native/layers/draft.cpp."""
 
     _fields_ = [
         ("model", _POINTER),
@@ -34,7 +34,7 @@ class _Draft(ctypes.Structure):
 
 
 class EntryLayer(NamedTuple):
-    """The parts before a layer that continues from its target's hidden rows."""
+    """Hold the parts before a layer that continues from its target's hidden rows."""
 
     project: PackedLinear
     embedding_norm: Tensor
@@ -43,24 +43,25 @@ class EntryLayer(NamedTuple):
 
 
 class UnreadTokens(NamedTuple):
-    """The tokens of one sequence that the draft has not read, `Unread` of native/layers/draft.cpp. Its K and V are in
-    blocks in the order of its rows."""
+    """Describe the unread tokens of one sequence, `Unread` of native/layers/draft.cpp. Its blocks hold K and V in the
+    order of its rows."""
 
     num_tokens: int  # at least one
-    num_rows: int  # once they are read
-    position: int  # of the first, as it is rotated
-    num_wanted: int  # guesses, at least one
-    block_ids: int  # address of int64 [>= blocks of num_rows and of the most that is wanted]
+    num_rows: int  # rows once the tokens are read
+    position: int  # of the first token, for the rotation
+    num_wanted: int  # guesses wanted, at least one
+    block_ids: int  # address of int64, enough blocks for num_rows and the most guesses
 
 
 class Passes:
-    """Layers, the norm behind them and an output head, applied to their own guesses in turn."""
+    """Apply layers, a norm and an output head to their own guesses in turn."""
 
     def __init__(
         self, model: Model, layers: FusedLayers, norm: Tensor, pool: NativePool, entry: EntryLayer | None = None
     ):
-        """`model` has the embedding and the head, `layers` are its own or, with an entry, those of a draft of it."""
-        self._held = (model, layers, norm, entry)  # what the struct points at
+        """Run `layers`, the model's own or with an `entry` those of its draft, between the embedding and head of
+        `model`."""
+        self._held = (model, layers, norm, entry)  # the struct points at these
         self._pool, self._layers = pool, layers
         parts = [None] * 4 if entry is None else [entry.project.address, *(part.data_ptr() for part in entry[1:])]
         self._draft = _Draft(
@@ -72,15 +73,15 @@ class Passes:
 
     @staticmethod
     def fit(model: Model, layers: object) -> bool:
-        """Return whether everything that a pass is made of is native."""
+        """Return whether all parts of a pass are native."""
         return isinstance(layers, FusedLayers) and model.spec.embedding_scale == 1 and has_native_ends(model)
 
     def __call__(
         self, unread: Sequence[UnreadTokens], token_ids: list[int], hidden: Tensor | None = None
     ) -> list[list[int]]:
-        """Guesses for each sequence. `token_ids`: what they lack, one after the other; `hidden`: the target's rows
-        [len(token_ids), hidden_size] beside them, where there is an entry. KV of all but the last guess is written;
-        every sequence has room for as many as the one that wants the most."""
+        """Return guesses for each sequence, and write KV of all but the last guess. `token_ids`: the unread tokens of
+        all sequences, one after the other; with an entry, `hidden` holds the target's rows [len(token_ids),
+        hidden_size] for them. Every sequence needs room for as many guesses as the one that wants the most."""
         width = max(each.num_wanted for each in unread)
         ids, drafted = array("q", token_ids), array("q", bytes(8 * width * len(unread)))
         table = array("q", [number for each in unread for number in each])
@@ -93,23 +94,23 @@ class Passes:
 
 
 class _Head(ctypes.Structure):
-    """`Head` of native/layers/draft.cpp."""
+    """Mirror `Head` of native/layers/draft.cpp."""
 
     _fields_ = [(name, _POINTER) for name in ("enter", "leave", "scale")]
 
 
 class _Heads(ctypes.Structure):
-    """`Heads` of native/layers/draft.cpp."""
+    """Mirror `Heads` of native/layers/draft.cpp."""
 
     _fields_ = [(name, _POINTER) for name in ("model", "output", "table", "target_norm", "ones", "heads")]
 
 
 class NativeHeads:
-    """Medusa-style heads of a model, applied to the rows of all sequences."""
+    """Apply Medusa-style heads of a model to the rows of all sequences."""
 
     def __init__(self, model: Model, enter: Sequence[PackedLinear], leave: Sequence[PackedLinear], scales: Tensor):
-        """`enter` [2 * hidden_size, 2 * hidden_size] and `leave` [hidden_size, hidden_size] of each head, `scales`
-        [heads, hidden_size] in the model's dtype."""
+        """Pack `enter` [2 * hidden_size, 2 * hidden_size] and `leave` [hidden_size, hidden_size] of each head, with
+        `scales` [heads, hidden_size] in the model's dtype."""
         ones = torch.ones_like(scales[0])
         heads = (_Head * len(enter))(
             *(
@@ -117,7 +118,7 @@ class NativeHeads:
                 for first, last, scale in zip(enter, leave, scales, strict=True)
             )
         )
-        self._held = (model, enter, leave, scales, ones, heads)  # what the struct points at
+        self._held = (model, enter, leave, scales, ones, heads)  # the struct points at these
         self._heads = _Heads(
             model.fused.address, head_address(model), table_address(model), norm_address(model), ones.data_ptr(),
             ctypes.addressof(heads),
@@ -126,8 +127,8 @@ class NativeHeads:
         self._run = native.library().function("baton_heads", *arguments)
 
     def __call__(self, hidden: Tensor, token_ids: list[int], num_heads: int) -> list[list[int]]:
-        """Guesses of the first heads for each sequence; `hidden` [S, hidden_size]: the target's rows that `token_ids`
-        were drawn from."""
+        """Return the guesses of the first `num_heads` heads for each sequence; `hidden` [S, hidden_size]: the target's
+        rows that `token_ids` were drawn from."""
         ids, drafted = array("q", token_ids), array("q", bytes(8 * num_heads * len(token_ids)))
         self._run(
             ctypes.addressof(self._heads), hidden.data_ptr(), ids.buffer_info()[0], len(token_ids), num_heads,

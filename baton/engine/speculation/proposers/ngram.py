@@ -13,20 +13,20 @@ MIN_MATCH = 3
 MAX_MATCH = 32
 MAX_CANDIDATES = 16
 ENTRY_BYTES = 240  # measured: a key of three ids in a dict, and its link
-WINDOW_TOKENS = 32_768  # of one sequence, the latest
-READ_TOKENS = 2_048  # entered by one call: what is longer waits for the next ones (about 0.4 us a token)
+WINDOW_TOKENS = 32_768  # the latest ones of a sequence
+READ_TOKENS = 2_048  # entered by one call; the rest waits for the next calls (about 0.4 us a token)
 
 
 class Index:
-    """The tokens of one sequence that were entered so far: [0, num_tokens)."""
+    """Index the tokens [0, num_tokens) of one sequence."""
 
     __slots__ = ("last", "links", "num_tokens", "begin")
 
     def __init__(self, begin: int):
         self.begin = begin  # older tokens are left out
         self.num_tokens = begin
-        self.last: dict[tuple[int, ...], int] = {}  # MIN_MATCH tokens -> the position behind them
-        self.links: list[int] = []  # of position begin + i, to an earlier one; -1: none
+        self.last: dict[tuple[int, ...], int] = {}  # MIN_MATCH tokens -> the position after them
+        self.links: list[int] = []  # from position begin + i to an earlier one; -1: none
 
     def read(self, token_ids: list[int], upto: int) -> None:
         """Enter token_ids[num_tokens:upto]."""
@@ -41,8 +41,8 @@ class Index:
         self.num_tokens = max(self.num_tokens, upto)
 
     def find(self, token_ids: list[int], end: list[int]) -> tuple[int, int]:
-        """(position in token_ids behind the best earlier match of the last tokens of `end`, its length); all of
-        token_ids is entered, and `end` is it or another text. (-1, 0): there is none."""
+        """Return (position in token_ids after the best earlier match of the last tokens of `end`, its length), or (-1,
+        0) without one. All of token_ids is entered; `end` is token_ids or another text."""
         if end is token_ids:
             candidate = self.links[-1] if self.links else -1
         else:
@@ -64,7 +64,7 @@ class Index:
 
 
 def read_on(index: Index, token_ids: list[int]) -> Index:
-    """Enter what has come, at most READ_TOKENS; return the index, or a new one of the last WINDOW_TOKENS."""
+    """Enter the new tokens, at most READ_TOKENS; return the index, or a new one of the last WINDOW_TOKENS."""
     if len(token_ids) - index.begin > 2 * WINDOW_TOKENS:
         index = Index(len(token_ids) - WINDOW_TOKENS)
     index.read(token_ids, min(len(token_ids), index.num_tokens + READ_TOKENS))
@@ -72,8 +72,8 @@ def read_on(index: Index, token_ids: list[int]) -> Index:
 
 
 def continuation(token_ids: list[int], begin: int, length: int, num_tokens: int) -> list[int]:
-    """Return at most `num_tokens` behind a match of `length` that ends before `begin`; none where `length` is 0."""
-    # A long match is likely to continue for long. What repeats itself within the proposal is unrolled.
+    """Return at most `num_tokens` after a match of `length` that ends before `begin`; none if `length` is 0."""
+    # A long match is likely to go on for long. A text that repeats within the proposal is unrolled.
     num_tokens = min(num_tokens, 2 * length)
     draft = token_ids[begin : begin + num_tokens]
     while len(draft) < num_tokens:
@@ -82,7 +82,7 @@ def continuation(token_ids: list[int], begin: int, length: int, num_tokens: int)
 
 
 class NgramProposer(Proposer):
-    """See the module. It needs no model, and proposes nothing where no text repeats."""
+    """Propose by lookup, as the module describes. It needs no model, and proposes nothing if no text repeats."""
 
     name = "ngram"
     is_quick = True

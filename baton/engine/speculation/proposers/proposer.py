@@ -1,23 +1,22 @@
 """The contract of a proposer, which guesses a sequence's next tokens. Read this first.
 
-    open       a sequence decodes here: a Draftee is made for it
-    prepare    tokens of the step's budget that are left over: catch up with prompts, chunk by chunk
-    propose    for every sequence of the step that may speculate some tokens, all sequences in one call
-    advance    the step has passed: what was accepted, and the target's hidden states of it
-    close      the sequence ended, was cancelled, parked or preempted: forget it, but for an answer that may help later
+    open       begin a sequence that decodes here, as a Draftee
+    prepare    catch up with prompts, chunk by chunk, with the tokens left of the step's budget
+    propose    guess tokens for every sequence of the step that may speculate, all in one call
+    advance    follow the step: which proposals were accepted, and the target's hidden states
+    close      forget a sequence that ended, was cancelled, parked or preempted; an answer that may help later is kept
 
 A proposal is only a guess: the target draws its own token at every proposed position, and a proposal counts when it is
 that token. So a proposer may be wrong, short or silent, never harmful: no answer depends on it, and none is refused
-because of it. A sequence that is parked or preempted is closed and comes back as another Draftee with all of its
-tokens.
+because of it. A sequence that is parked or preempted is closed, and returns as another Draftee with all its tokens.
 
-A proposer belongs to the loop's thread. Its memory is its own and is sized when it is made: none of it is in the
-target's KV pool. Nothing of it crosses a handoff. It is made by
+A proposer is used by the loop's thread alone. It holds its own memory, sized when it is made, none of it in the
+target's KV pool. None of its state crosses a handoff. A module makes its proposer by
 
     load(folder: Path, model: Model, config: EngineConfig) -> Proposer
 
-of its module, which raises ValueError (one line: what is wrong, and what to do) or ModelError where folder and target
-do not go together: another vocabulary, larger than the target, a limit exceeded. A folder of heads has in its
+which raises ValueError (one line: what is wrong, and what to do) or ModelError if the folder does not fit the target:
+another vocabulary, a larger model, a limit exceeded. A folder of heads has in its
 config.json `"speculator": "medusa" | "eagle"`; a folder without that key is a draft model.
 """
 
@@ -46,18 +45,17 @@ class Draftee:
 
 
 class DraftRequest(NamedTuple):
-    """Proposal j is at position len(draftee.token_ids) + j; its noise has the key
-    noise_key(request.sampling.seed, draftee.choice, that position): draft_sampling.draw does it."""
+    """Ask for proposals of one sequence. Proposal j is at position len(draftee.token_ids) + j; its noise has the key
+    noise_key(request.sampling.seed, draftee.choice, that position), which draft_sampling.draw uses."""
 
     draftee: Draftee
     num_tokens: int  # at most, and at least 1
 
 
 class Advance(NamedTuple):
-    """A decode step of one sequence: token_ids has grown by num_accepted proposals and the target's own token after
-    them. Rows [first_row, first_row + num_accepted + 1) of `hidden` are the target's at the positions
-    [len(token_ids) - num_accepted - 2, len(token_ids) - 2]: of all tokens but the last, whose row the next step brings.
-    """
+    """Describe a decode step of one sequence: token_ids has grown by num_accepted proposals and the target's own token.
+    Rows [first_row, first_row + num_accepted + 1) of `hidden` are the target's at the positions [len(token_ids) -
+    num_accepted - 2, len(token_ids) - 2]: of all tokens but the last, whose row the next step brings."""
 
     draftee: Draftee
     num_proposed: int
@@ -66,10 +64,10 @@ class Advance(NamedTuple):
 
 
 class PassLauncher(Protocol):
-    """Runs a model's passes on a GPU, as graphs where there are any; execute/launcher.py has it."""
+    """Run a model's passes on a GPU, as graphs where they exist; implemented in execute/launcher.py."""
 
     def run(self, batch: ForwardBatch, keeps_hidden: bool, on_layer: None) -> tuple[Tensor | None, Tensor]:
-        """Run `batch`, made on the host, and return the logits fp32 [R, vocab_size] second; they last until the next
+        """Run `batch`, made on the host; return the logits fp32 [R, vocab_size] second. They are valid until the next
         run."""
         ...
 
@@ -78,29 +76,32 @@ MakeLauncher = Callable[[Model, KVPool, EngineConfig], PassLauncher]
 
 
 class Proposer(ABC):
-    """See the module. An exception of any method fails the step, and with it its requests."""
+    """Guess the next tokens of sequences; see the module. An exception from any method fails the step and its
+    requests."""
 
     name: str  # draft | ngram | suffix | medusa | eagle | mtp
     wants_hidden: bool = False
-    is_quick: bool = False  # asked for all it has before it is decided how much of it is verified
+    is_quick: bool = False  # asked for all its proposals before the number to verify is decided
 
     @property
     @abstractmethod
     def num_bytes(self) -> int:
-        """Memory that it holds for itself: weights, KV, what is kept of sequences (at most)."""
+        """Return the bytes that it holds itself: weights, KV, and at most the state of all sequences."""
 
     def use_launcher(self, make: MakeLauncher) -> None:
-        """Run passes of a model of its own by what `make` returns. Called once, on a GPU, before serving."""
+        """Run the passes of a draft model by what `make` returns. Called once, on a GPU, before serving."""
 
     def open(self, draftee: Draftee) -> None:
-        """A sequence begins to decode here. Its prompt may be long: leave work in proportion to it to `prepare`."""
+        """Begin a sequence that decodes here. Its prompt may be long: leave work in proportion to it to `prepare`."""
 
     def prepare(self, draftees: Sequence[Draftee], num_tokens: int) -> int:
-        """Work ahead on at most `num_tokens` tokens of open sequences that decode in this step; how many were used."""
+        """Work ahead on at most `num_tokens` tokens of open sequences that decode in this step; return how many were
+        used."""
         return 0
 
     def num_unread(self, token_ids: Sequence[int], draftee: Draftee | None) -> int:
-        """Tokens that `prepare` has yet to work on before it can propose for a sequence; `draftee` where it is open."""
+        """Return how many tokens `prepare` must process before it can propose for a sequence; `draftee` if that is
+        open."""
         return 0
 
     @abstractmethod
@@ -112,8 +113,9 @@ class Proposer(ABC):
 
         `hidden`: [>= rows, hidden_size] in the compute dtype, the target's last layer before its final norm, where
         wants_hidden is set; else None. Only rows of decode steps on this worker are ever given, never those of a
-        prompt, so that a sequence whose prompt was read elsewhere is guessed at alike. Copy what must be kept."""
+        prompt, so that a sequence whose prompt was read elsewhere is guessed at alike. Copy what must be kept.
+        """
 
     def close(self, draftee: Draftee) -> None:
-        """Forget the sequence, but for what it may keep of its answer. Its token_ids may be longer or shorter than at
+        """Forget the sequence, except what it may keep of the answer. Its token_ids may have changed in length since
         the last call."""

@@ -1,4 +1,4 @@
-"""Choose the proposers that an engine runs. Those that do not fit are refused here, before any request."""
+"""Choose the proposers that an engine runs, and refuse those that do not fit before any request."""
 
 from pathlib import Path
 
@@ -14,7 +14,8 @@ MODULES = {"draft": draft_model, "medusa": medusa, "eagle": eagle}
 
 
 def make_proposers(config: EngineConfig, model: Model) -> list[Proposer]:
-    """In the order in which they are asked, prompt lookup first; `config` resolved. Raises ModelError, ValueError."""
+    """Return the proposers of a resolved `config` in the order they are asked, prompt lookup first. Raises ModelError
+    or ValueError."""
     proposers: list[Proposer] = []
     if config.speculator in ("auto", "ngram"):
         proposers.append(NgramProposer(config.max_num_seqs, config.max_model_len))
@@ -31,7 +32,7 @@ def make_proposers(config: EngineConfig, model: Model) -> list[Proposer]:
 
 
 def kind_of(folder: Path) -> str:
-    """draft | medusa | eagle. Raises ModelError where the folder is not one of these."""
+    """Return "draft", "medusa" or "eagle". Raises ModelError for any other folder."""
     path = folder / "config.json"
     if not path.is_file():
         raise ModelError(f"{path}: no such file")

@@ -1,10 +1,11 @@
-"""Lookup in a sequence and in its tenant's earlier answers: what followed the longest suffix of it that was there
-before (as SuffixDecoding, Oliaro et al., arXiv 2411.04975; by the index of prompt lookup in place of a tree).
+"""Lookup in a sequence and in its tenant's earlier answers: propose what followed the longest earlier occurrence of the
+sequence's suffix (as SuffixDecoding, Oliaro et al., arXiv 2411.04975, with the index of prompt lookup instead of a
+tree).
 
-Agents, templates and repeated questions have answers that come again, from prompts that do not hold them. Of a tenant
-the last answers are kept, as tokens, in this process alone; what one tenant was answered is never proposed to another,
-so nobody's speed tells of others. A match in the sequence wins over one elsewhere that is no longer.
-An answer that ends before the proposer is asked for it is not kept.
+Agents, templates and repeated questions lead to answers that come again, after prompts that do not contain them. The
+last answers of a tenant are kept, as tokens, in this process alone. They are never proposed to another tenant, so
+nobody's speed reveals the answers of others. A match in the sequence wins over an equally long one in an answer. An
+answer that ends before the proposer is asked for it is not kept.
 """
 
 from collections.abc import Sequence
@@ -19,15 +20,16 @@ from baton.engine.speculation.proposers.ngram import (
 )
 from baton.engine.speculation.proposers.proposer import Draftee, DraftRequest, Proposer
 
-KEPT_TOKENS = 262_144  # of all tenants together
-TENANT_TOKENS = 32_768  # in one Answers, of which a tenant has two
-ANSWER_TOKENS = 4_096  # of one answer, the last: all sequences wait while they are entered (about 0.4 us each)
-REOPENED_TOKENS = 128  # of what a sequence has when it is opened: one that rests is asked again so late at most
-_END = -1  # of an answer
+KEPT_TOKENS = 262_144  # for all tenants together
+TENANT_TOKENS = 32_768  # in one Answers; a tenant has two
+ANSWER_TOKENS = 4_096  # of one answer, its end: all sequences wait while they are entered (about 0.4 us each)
+# Of a sequence that is opened again: a proposer that rests is asked again after so many tokens at the latest.
+REOPENED_TOKENS = 128
+_END = -1  # ends an answer
 
 
 class Answers:
-    """Answers of one tenant, one behind the other."""
+    """Hold answers of one tenant, one after the other."""
 
     def __init__(self):
         self.token_ids: list[int] = []
@@ -39,27 +41,27 @@ class Answers:
         self._index.read(self.token_ids, len(self.token_ids))
 
     def find(self, end: list[int]) -> tuple[int, int]:
-        """(position behind the best match of the last tokens of `end`, its length); (-1, 0): there is none."""
+        """Return (position after the best match of the last tokens of `end`, its length), or (-1, 0) without one."""
         return self._index.find(self.token_ids, end)
 
     def continuation(self, begin: int, length: int, num_tokens: int) -> list[int]:
-        """Return at most `num_tokens` behind a match, up to the answer's end."""
+        """Return at most `num_tokens` after a match, up to the end of the answer."""
         draft = self.token_ids[begin : begin + min(num_tokens, 2 * length)]
         return draft[: draft.index(_END)] if _END in draft else draft
 
 
 class EarlierAnswers:
-    """The last answers of each tenant. Those of the tenant that was answered least recently go first."""
+    """Hold the last answers of each tenant, and evict those of the tenant whose last answer is oldest."""
 
     def __init__(self):
-        self._tenants: dict[bytes, list[Answers]] = {}  # newest Answers first, tenant answered last behind all others
+        self._tenants: dict[bytes, list[Answers]] = {}  # newest Answers first; the tenant answered last comes last
         self.num_tokens = 0
 
     def of(self, tenant: bytes) -> Sequence[Answers]:
         return self._tenants.get(tenant, ())
 
     def add(self, tenant: bytes, token_ids: Sequence[int]) -> None:
-        """Keep an answer, or the part of one that is not kept yet; of a very long one the end."""
+        """Keep an answer, or the part of it not kept yet; only the end of a very long one."""
         token_ids = token_ids[-ANSWER_TOKENS:]
         kept = self._tenants.pop(tenant, None) or [Answers()]
         if kept[0].token_ids and len(kept[0].token_ids) + len(token_ids) >= TENANT_TOKENS:
@@ -74,17 +76,17 @@ class EarlierAnswers:
 
 
 class LookupState:
-    """What is kept of a sequence that is looked up."""
+    """Hold the lookup state of a sequence."""
 
     __slots__ = ("index", "num_kept")
 
     def __init__(self, index: Index, num_kept: int):
         self.index = index
-        self.num_kept = num_kept  # tokens that are none of its answer, or are kept already
+        self.num_kept = num_kept  # tokens that are not of its answer, or are kept already
 
 
 class SuffixProposer(Proposer):
-    """See the module."""
+    """Propose by lookup in earlier answers, as the module describes."""
 
     name = "suffix"
     is_quick = True
@@ -100,8 +102,8 @@ class SuffixProposer(Proposer):
 
     def open(self, draftee: Draftee) -> None:
         num_tokens, num_prompt = len(draftee.token_ids), draftee.request.num_prompt_tokens
-        # One that is back after it was parked or preempted is kept up to where it was, but for a part that is entered
-        # twice.
+        # A sequence that returns after it was parked or preempted was kept up to there, except for a part that is
+        # entered twice.
         num_kept = max(num_prompt, num_tokens - 1 - REOPENED_TOKENS)
         draftee.state = LookupState(Index(max(0, num_tokens - WINDOW_TOKENS)), num_kept)
 
