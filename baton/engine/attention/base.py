@@ -17,8 +17,8 @@ from baton.engine.kv.pool import KVPool
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
-    """Heads of one model as attention sees them, and where. `windows`: per layer, positions a token sees, itself
-    included; `chunked`: those from the last multiple of the window on."""
+    """Describe the heads of a model as attention sees them, and their device. `windows`: for each layer, the number of
+    positions that a token sees, itself included; `chunked`: it sees those from the last multiple of the window on."""
 
     num_heads: int
     num_kv_heads: int
@@ -26,11 +26,11 @@ class AttentionShape:
     windows: tuple[int | None, ...]
     dtype: torch.dtype
     device: torch.device = torch.device("cpu")
-    kv_form: str = ""  # as stored; "": not known
-    block_size: int = 0  # tokens; 0: not known
-    given_scale: float | None = None  # of scores; None: 1 / sqrt(head_dim)
-    softcap: float | None = None  # scores become softcap * tanh(score / softcap); None: they stay
-    sinks: bool = False  # each head has a score without a value in every softmax: Attention.set_sinks
+    kv_form: str = ""  # as stored; "": unknown
+    block_size: int = 0  # tokens; 0: unknown
+    given_scale: float | None = None  # factor on scores; None: 1 / sqrt(head_dim)
+    softcap: float | None = None  # scores become softcap * tanh(score / softcap); None: they are unchanged
+    sinks: bool = False  # each head adds a score without a value to every softmax, see Attention.set_sinks
     chunked: bool = False
 
     @property
@@ -43,22 +43,22 @@ class AttentionShape:
 
 
 class Attention(ABC):
-    """A backend, made once per model."""
+    """Attend over paged KV; made once per model."""
 
     name: str
     batch_invariant: bool
-    # Reads of a batch only its table (tensors, and the bounds max_query_len and max_kv_len) and the shapes, and neither
-    # copies from the host nor waits for the device: decode steps may be captured in CUDA graphs.
+    # Whether it reads only the batch's table (tensors, and the bounds max_query_len and max_kv_len) and shapes, copies
+    # nothing from the host and never waits for the device, so that decode steps may be captured in CUDA graphs.
     capturable: bool = False
-    # Reads nothing of spans before the first token that a layer's window has: what is there may be gone.
+    # Whether it reads no span before a layer's window, so that such KV may have been released.
     skips_outside: bool = False
 
     def __init__(self, shape: AttentionShape):
         self.shape = shape
-        self.sinks = torch.empty(0)  # of a shape with sinks, fp32 [layers, heads]
+        self.sinks = torch.empty(0)  # fp32 [layers, heads], of a shape with sinks
 
     def set_sinks(self, sinks: Tensor) -> None:
-        """Take the sinks of all layers, fp32 [layers, heads]: before the first step of a shape with sinks."""
+        """Set the sinks of all layers, fp32 [layers, heads], before the first step of a shape with sinks."""
         self.sinks = sinks.contiguous()
 
     @classmethod
@@ -84,8 +84,8 @@ class Attention(ABC):
 
 
 def visible(query_positions: Tensor, key_positions: Tensor, window: int | None, chunked: bool = False) -> Tensor:
-    """bool [queries, keys]: a token sees itself and what came before, at most `window` positions in all; `chunked`:
-    from the last multiple of it on."""
+    """Return which keys a query sees, bool [queries, keys]: itself and earlier ones, at most `window` in all, or with
+    `chunked` those from the last multiple of the window on."""
     queries = query_positions.unsqueeze(1)
     seen = queries >= key_positions
     if window is None:
@@ -94,7 +94,7 @@ def visible(query_positions: Tensor, key_positions: Tensor, window: int | None, 
 
 
 def unfit_cuda(device: torch.device, least: tuple[int, int], below: tuple[int, int] | None = None) -> str:
-    """Return why `device` is no CUDA device of a compute capability from `least` to below `below`; "" if it is one."""
+    """Return why `device` is not a CUDA device of compute capability `least` to below `below`; "" if it is."""
     if device.type != "cuda":
         return "needs a CUDA device"
     capability = torch.cuda.get_device_capability(device)

@@ -1,7 +1,8 @@
-"""FlashAttention behind the interface: flash-attn 2.x (Dao 2023), FlashAttention-3 (Shah et al. 2024) and flash-attn 4,
-which read the pool in place: its pages are the blocks, seen as [blocks, tokens, kv heads, head_dim].
+"""Attention by FlashAttention: flash-attn 2.x (Dao 2023), FlashAttention-3 (Shah et al. 2024) and flash-attn 4.
+They read the pool in place: pages are blocks, seen as [blocks, tokens, kv heads, head_dim].
 
-2 and 3 split KV by the load: a row's bits depend on what shares its batch. 4 splits where it is told to alone.
+Versions 2 and 3 split KV by the load, so a row's bits depend on what shares its batch. Version 4 splits only
+when told.
 """
 
 import importlib
@@ -19,18 +20,18 @@ from baton.engine.core.device import sent
 from baton.engine.kv.pool import DTYPES, KVPool
 from baton.lines import one_line
 
-FEW_QUERIES = 32  # of a sequence, for flash_attn_with_kvcache
-PAGE_MULTIPLE = 256  # tokens, of flash-attn 2.x
+FEW_QUERIES = 32  # queries of a sequence up to which flash_attn_with_kvcache is used
+PAGE_MULTIPLE = 256  # tokens that flash-attn 2.x wants a page to be a multiple of
 HEAD_DIM_MULTIPLE, MAX_HEAD_DIM = 8, 256
 
 
 @dataclass(frozen=True, slots=True)
 class FlashCall:
-    """Sequences of one call. `rows`: theirs of the batch, None: all."""
+    """Describe the sequences of one call. `rows`: their rows in the batch; None: all rows."""
 
     rows: Tensor | None
     table: SeqTable
-    # int32 [S + 1]: where each one's tokens would begin if they lay in a row; None: not asked for
+    # int32 [S + 1], where each sequence's tokens would begin if they lay in a row; None if not needed.
     key_starts: Tensor | None
 
 
@@ -41,7 +42,8 @@ class FlashPlan:
 
 
 class FlashAttention2(Attention):
-    """Chunks through `flash_attn_varlen_func`, decode and verification through `flash_attn_with_kvcache`."""
+    """Attend by flash-attn 2.x: chunks use `flash_attn_varlen_func`, decode and verification
+    `flash_attn_with_kvcache`."""
 
     name = "flash"
     batch_invariant = False
@@ -98,17 +100,18 @@ class FlashAttention2(Attention):
 
     @property
     def _softcap(self) -> dict[str, float]:
-        """As flash-attn takes it, since 2.6; nothing where there is none."""
+        """Return the softcap as flash-attn (since 2.6) takes it; empty without one."""
         return {} if self.shape.softcap is None else {"softcap": self.shape.softcap}
 
     def _window(self, layer: int) -> tuple[int, int]:
-        """As flash-attn counts it: positions to the left of a token, and to its right."""
+        """Return the window as flash-attn counts it: positions to the left and to the right of a token."""
         window = self.shape.windows[layer]
         return (-1, -1) if window is None else (window - 1, 0)
 
 
 class FlashAttention3(FlashAttention2):
-    """One call for whatever a step holds, with any page size. Its module is built from flash-attention's `hopper`."""
+    """Attend by FlashAttention-3, in one call per step and with any page size. Its module is built from the `hopper`
+    folder of flash-attention."""
 
     name = "flash3"
 
@@ -134,9 +137,9 @@ class FlashAttention3(FlashAttention2):
 
 
 class FlashAttention4(FlashAttention2):
-    """One call for whatever a step holds, with any page size, on Hopper. KV is not split, and tiles depend there on the
-    model's shape alone (`_tile_size_fwd_sm90` of flash_attn/cute/interface.py, 4.0.0b36): a row's bits do not depend on
-    what shares its batch."""
+    """Attend by flash-attn 4 on Hopper, in one call per step and with any page size. KV is not split, and the tile
+    there depends on the model's shape alone (`_tile_size_fwd_sm90` of flash_attn/cute/interface.py, 4.0.0b36), so a
+    row's bits do not depend on what shares its batch."""
 
     name = "flash4"
     batch_invariant = True
@@ -165,12 +168,12 @@ class FlashAttention4(FlashAttention2):
 
 
 def pages(pool: KVPool, layer: int) -> tuple[Tensor, Tensor]:
-    """k and v [blocks, tokens, kv heads, head_dim], views."""
+    """Return views k and v [blocks, tokens, kv heads, head_dim] of the pool."""
     return pool.blocks[:, layer, 0].transpose(1, 2), pool.blocks[:, layer, -1].transpose(1, 2)
 
 
 def part_of(seqs: list[SeqSlice], members: list[int], table: SeqTable) -> FlashCall:
-    """Some sequences of a step, their rows side by side."""
+    """Return a call for some sequences of a step, with their rows in a row."""
     device = table.kv_lens.device
     chosen = [seqs[i] for i in members]
     rows = [row for seq in chosen for row in range(seq.query_start, seq.query_start + seq.query_len)]
@@ -183,7 +186,8 @@ def part_of(seqs: list[SeqSlice], members: list[int], table: SeqTable) -> FlashC
 
 
 def unfit_rows(shape: AttentionShape) -> str:
-    """Return which dtype, head dimension, stored form or sinks of the model none of them takes; "": they take it."""
+    """Return which dtype, head dimension, stored form or sinks of the model no version supports; "" if it is
+    supported."""
     if shape.sinks:
         return "has no sinks"
     if shape.chunked:
@@ -202,14 +206,14 @@ def load(name: str) -> ModuleType:
 
 
 def unimportable(name: str, function: str, package: str = "") -> str:
-    """Return why a module with this function cannot be imported; "" if it can, whatever an import of others' code
-    raises. flash-attn 4 alone leaves a `flash_attn` behind that has nothing of flash-attn 2."""
+    """Return why a module with this function cannot be imported, whatever its import raises; "" if it can. flash-attn 4
+    alone leaves a `flash_attn` without the functions of flash-attn 2."""
     try:
         if hasattr(load(name), function):
             return ""
     except ModuleNotFoundError:
         pass
-    # Built for another torch, without the libraries that it opens, in a folder that it may not write.
+    # It may be built for another torch, lack the libraries it opens, or want to write to a read-only folder.
     except Exception as error:
         return f"{name} does not load: {one_line(error)}"
     return f"{name} is not installed" + (f": pip install {package}" if package else "")

@@ -1,8 +1,8 @@
-"""FlashInfer (Ye et al. 2025) behind the interface: its paged prefill, which takes decode tokens too, reads the pool in
-place, blocks as pages of [kv heads, tokens, head_dim] (HND).
+"""Attention by FlashInfer (Ye et al. 2025). Its paged prefill, which takes decode tokens too, reads the pool in place,
+with blocks as pages of [kv heads, tokens, head_dim] (HND).
 
-What a step's programs do is planned on the host, for all layers of one window at once; so a step cannot be captured in
-a CUDA graph by itself, and KV is split by the load: a row's bits depend on what shares its batch.
+A step is planned on the host, once for all layers with the same window, so it cannot be captured in a CUDA graph; and
+KV is split by the load, so a row's bits depend on what shares its batch.
 """
 
 from dataclasses import dataclass
@@ -17,18 +17,18 @@ from baton.engine.core.batch import ForwardBatch, SeqTable
 from baton.engine.kv.pool import KVPool
 
 HEAD_DIMS = (64, 128, 256)
-WORKSPACE_BYTES = 256 << 20  # of partial results; its own examples take 128 MiB
+WORKSPACE_BYTES = 256 << 20  # for partial results; FlashInfer's examples use 128 MiB
 
 
 @dataclass(frozen=True, slots=True)
 class FlashInferPlan:
-    """The wrappers hold what was planned: one step at a time."""
+    """Hold the wrappers, which keep their own plan, so that there is one step at a time."""
 
     pool: KVPool
 
 
 class FlashInferAttention(Attention):
-    """One wrapper for each window that the model's layers have."""
+    """Attend by FlashInfer, with one wrapper for each window of the model's layers."""
 
     name = "flashinfer"
     batch_invariant = False

@@ -1,4 +1,4 @@
-"""Attention in C++ (native/attention/attention.cpp): reads the pool in place, in any stored form, on all
+"""Attention in C++ (native/attention/attention.cpp): it reads the pool in place, in any stored form, with all
 threads."""
 
 import ctypes
@@ -15,16 +15,16 @@ from baton.engine.core.batch import ForwardBatch
 from baton.engine.kv.native import HEAD_DIM_MULTIPLE, NativePool, native_pool
 from baton.engine.kv.pool import KVPool
 
-KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # of native/vector.h
+KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # as native/vector.h numbers them
 _POINTER, _INT = ctypes.c_void_p, ctypes.c_int64
-_SINKS = 4  # place of the pointer in Shape of native/attention/attention.h
+_SINKS = 4  # index of the pointer in Shape of native/attention/attention.h
 
 
 @dataclass(frozen=True, slots=True)
 class NativePlan:
-    """The sequences of a step as the kernel takes them: four int64 each."""
+    """Describe the sequences of a step for the kernel, by four int64 each."""
 
-    batch: ForwardBatch  # held: the kernel reads its block tables
+    batch: ForwardBatch  # kept alive, since the kernel reads its block tables
     seqs: array
     pool: NativePool
 
@@ -34,7 +34,7 @@ class NativePlan:
 
 
 class NativeAttention(Attention):
-    """Exact whatever the number of rows and threads."""
+    """Attend by the native kernel, exact for any number of rows and threads."""
 
     name = "native"
     batch_invariant = True

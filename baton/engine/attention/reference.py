@@ -1,7 +1,8 @@
-"""Attention in plain torch, the text to read and the truth that other backends are tested against.
+"""Attention in plain torch: the version to read, and the one that other backends are tested against.
 
-One sequence at a time, fp32, spans of 64 absolute positions in order with a running maximum and sum. Rows are padded
-to a multiple of 16, which keeps the matrix products on one path: a row's bits do not depend on the others.
+It computes one sequence at a time in fp32, in spans of 64 absolute positions in order, with a running maximum and sum.
+Rows are padded to a multiple of 16, which keeps the matrix products on one path, so a row's bits do not depend on the
+others.
 """
 
 from dataclasses import dataclass
@@ -25,7 +26,7 @@ class ReferencePlan:
 
 
 class ReferenceAttention(Attention):
-    """In fp32 whatever the compute dtype; on a CPU exact at any number of rows."""
+    """Attend in fp32 whatever the compute dtype; on a CPU exact for any number of rows."""
 
     name = "reference"
 
@@ -42,7 +43,7 @@ class ReferenceAttention(Attention):
             out[rows] = self._sequence(plan.pool, layer, seq, q[rows].float())
 
     def _sequence(self, pool: KVPool, layer: int, seq: SeqSlice, q: Tensor) -> Tensor:
-        """q [query_len, num_heads, head_dim] -> the same shape."""
+        """Attend for one sequence, q [query_len, num_heads, head_dim] -> the same shape."""
         k, v = pool.gather(layer, seq.block_ids, seq.kv_len)
         missing = -seq.kv_len % SPAN
         k, v = (F.pad(x.float(), (0, 0, 0, missing)) for x in (k, v))
@@ -58,7 +59,7 @@ class ReferenceAttention(Attention):
                 scores = torch.tanh(scores / self.shape.softcap) * self.shape.softcap
             scores = scores.masked_fill(~seen, float("-inf"))
             new_maximum = torch.maximum(maximum, scores.amax(dim=2, keepdim=True))
-            # A row that has seen nothing yet has no maximum; 0 keeps its exponentials at zero instead of NaN.
+            # A row that has seen no key has no maximum; 0 makes its exponentials zero instead of NaN.
             finite = new_maximum.masked_fill(new_maximum == float("-inf"), 0.0)
             kept, weights = torch.exp(maximum - finite), torch.exp(scores - finite)
             total = total * kept + weights.sum(dim=2, keepdim=True)
@@ -67,7 +68,7 @@ class ReferenceAttention(Attention):
         return self._tokens(result / total, seq.query_len)
 
     def _begun(self, layer: int, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """The maximum and the sum of rows that have seen nothing but their head's sink, [num_kv_heads, rows, 1]."""
+        """Return the maximum and sum of rows before any key, [num_kv_heads, rows, 1]: those of their head's sink."""
         if not self.shape.sinks:
             return rows.new_full((*rows.shape[:2], 1), float("-inf")), rows.new_zeros(*rows.shape[:2], 1)
         shape = self.shape
@@ -76,7 +77,7 @@ class ReferenceAttention(Attention):
         return maximum, torch.ones_like(maximum)
 
     def _rows(self, q: Tensor, seq: SeqSlice) -> tuple[Tensor, Tensor]:
-        """Queries that share a KV head side by side, [num_kv_heads, rows, head_dim], and the position of each row."""
+        """Return the queries, grouped by KV head, [num_kv_heads, rows, head_dim], and the position of each row."""
         shape = self.shape
         rows = q.view(seq.query_len, shape.num_kv_heads, shape.group_size, shape.head_dim).transpose(0, 1)
         rows = rows.reshape(shape.num_kv_heads, -1, shape.head_dim)

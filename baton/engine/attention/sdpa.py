@@ -25,15 +25,15 @@ from baton.engine.core.batch import ForwardBatch, SeqSlice
 from baton.engine.kv.pool import KVPool
 
 TILE = {torch.float32: 32, torch.bfloat16: 32, torch.float16: 8}
-KV_BLOCK = 512  # positions the kernel reduces at a time
+KV_BLOCK = 512  # positions that the kernel reduces at a time
 KV_STEP = 64
-TILES_PER_CALL = 16  # of a prefill chunk: each call ends at the last position that its own tiles see
+TILES_PER_CALL = 16  # for a prefill chunk; each call ends at the last position that its tiles see
 WASTE_TOKENS = 1024  # padding of a decode group beyond which another call is cheaper
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One call of the kernel: tiles [begin, end) of a group, over the first `kv_len` positions."""
+    """Describe one call of the kernel: tiles [begin, end) of a group, over the first `kv_len` positions."""
 
     begin: int
     end: int
@@ -43,13 +43,13 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class TileGroup:
-    """Decode tokens of several sequences, a tile each; or the chunk of one sequence, cut into tiles."""
+    """Hold decode tokens of several sequences, one tile each, or the chunk of one sequence, cut into tiles."""
 
-    rows: slice | Tensor  # of the batch
-    chunk_len: int  # query tokens of the one sequence; 0: a decode group
-    tile: int  # rows, padded
+    rows: slice | Tensor  # in the batch
+    chunk_len: int  # query tokens of the one sequence; 0 for a decode group
+    tile: int  # rows, padding included
     block_table: Tensor  # int64 [sequences, blocks]
-    stale: Tensor | None  # rows of the gathered KV [sequences * blocks * block_size] to be zeroed
+    stale: Tensor | None  # rows of the gathered KV [sequences * blocks * block_size] that have to be zeroed
     calls: tuple[Call, ...]
 
 
@@ -60,7 +60,7 @@ class SdpaPlan:
 
 
 class SdpaAttention(Attention):
-    """Exact if torch has its flash kernel here."""
+    """Attend by torch's flash kernel; exact if torch has that kernel here."""
 
     name = "sdpa"
 
@@ -73,7 +73,7 @@ class SdpaAttention(Attention):
         self._visible = partial(visible, chunked=shape.chunked)
         self._scratch = torch.empty(0)
         self._before: dict[int, tuple[Tensor, int, KVPool, bool]] = {}  # by block table: tails in the last step
-        self._now: dict[int, tuple[Tensor, int, KVPool, bool]] = {}  # and in this one
+        self._now: dict[int, tuple[Tensor, int, KVPool, bool]] = {}  # the same in this step
 
     @classmethod
     def unfit(cls, shape: AttentionShape) -> str:
@@ -105,19 +105,20 @@ class SdpaAttention(Attention):
     # ---- the plan ----
 
     def _tail_is_finite(self, seq: SeqSlice, pool: KVPool) -> bool:
-        """Return whether the room after a sequence's last token in its last block is finite: the mask gives it no
-        weight, but 0 times NaN is NaN. Checked once per block; one more token changes nothing."""
+        """Return whether the unused rest of a sequence's last block is finite. The mask gives it no weight, but 0 times
+        NaN is NaN. It is checked once per block, since one more token changes nothing."""
         known = self._before.get(id(seq.block_ids))
         same_block = (seq.kv_len - 1) % pool.block_size != 0
         if same_block and known is not None and known[1:3] == (seq.kv_len - 1, pool):
             finite = known[3]
         else:
             finite = pool.tail_is_finite(seq.block_ids, seq.kv_len)
-        self._now[id(seq.block_ids)] = (seq.block_ids, seq.kv_len, pool, finite)  # held, so that its id stays its own
+        # The tensor is held, so that its id is not reused.
+        self._now[id(seq.block_ids)] = (seq.block_ids, seq.kv_len, pool, finite)
         return finite
 
     def _stale(self, seqs: list[SeqSlice], pool: KVPool, num_positions: int) -> Tensor | None:
-        """Rows of the gathered KV [sequences * positions] to be zeroed, where anything has to be."""
+        """Return the rows of the gathered KV [sequences * positions] that have to be zeroed; None without any."""
         kv_lens = [num_positions if self._tail_is_finite(seq, pool) else seq.kv_len for seq in seqs]
         if min(kv_lens) == num_positions:
             return None
@@ -126,12 +127,12 @@ class SdpaAttention(Attention):
         return stale.view(-1).nonzero().view(-1)
 
     def _padded(self, kv_len: int) -> int:
-        """The next length whose last block is safe."""
+        """Return the next length whose last KV block keeps a row's bits."""
         whole, tail = divmod(kv_len, KV_BLOCK)
         return whole * KV_BLOCK + next(safe for safe in (0, *self.tails, KV_BLOCK) if safe >= tail)
 
     def _decode_group(self, seqs: list[SeqSlice], pool: KVPool) -> TileGroup:
-        """`seqs`: longest first."""
+        """Group decode sequences, which come longest first."""
         kv_len = self._padded(seqs[0].kv_len)
         device = self.shape.device
         kv_lens = torch.tensor([seq.kv_len for seq in seqs], device=device)
@@ -152,7 +153,7 @@ class SdpaAttention(Attention):
         positions = torch.arange(seq.kv_len - seq.query_len, seq.kv_len, device=self.shape.device).repeat_interleave(
             size
         )
-        # Rows of padding have the last position: they are computed and thrown away.
+        # Rows of padding get the last position; their results are thrown away.
         positions = F.pad(positions, (0, -len(positions) % self.tile), value=seq.kv_len - 1).view(-1, 1, self.tile)
         calls = []
         for begin in range(0, len(positions), TILES_PER_CALL):
@@ -170,7 +171,8 @@ class SdpaAttention(Attention):
         return TileGroup(rows, seq.query_len, self.tile, table, stale, tuple(calls))
 
     def _block_table(self, seqs: list[SeqSlice], pool: KVPool, kv_len: int) -> Tensor:
-        """Blocks for `kv_len` positions; beyond a sequence's own it repeats its first one, finite and masked."""
+        """Return the blocks for `kv_len` positions; beyond a sequence's end its first block, which is finite and
+        masked."""
         table = torch.empty(len(seqs), -(-kv_len // pool.block_size), dtype=torch.int64, device=self.shape.device)
         for row, seq in zip(table, seqs, strict=True):
             used = -(-seq.kv_len // pool.block_size)
@@ -184,7 +186,8 @@ class SdpaAttention(Attention):
     # ---- a layer ----
 
     def _gather(self, pool: KVPool, layer: int, group: TileGroup, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """K and V [sequences, kv_heads, positions, head_dim], in memory that is kept: fresh pages cost more."""
+        """Return K and V [sequences, kv_heads, positions, head_dim] in memory that is reused, since fresh pages cost
+        more."""
         heads, num_rows = 2 * self.shape.num_kv_heads, group.block_table.numel() * pool.block_size
         needed = heads * num_rows * self.shape.head_dim
         if self._scratch.numel() < needed or self._scratch.dtype != pool.dtype:
@@ -192,10 +195,10 @@ class SdpaAttention(Attention):
         return pool.gather_padded(layer, group.block_table, dtype, group.stale, self._scratch)
 
     def _tiles(self, q: Tensor, group: TileGroup) -> Tensor:
-        """[tokens, num_heads, head_dim] -> [tiles, kv_heads, tile, head_dim]."""
+        """Arrange q [tokens, num_heads, head_dim] in tiles [tiles, kv_heads, tile, head_dim]."""
         shape = self.shape
         rows = q.unflatten(1, (shape.num_kv_heads, shape.group_size))
-        if group.chunk_len:  # rows of one sequence, one after the other, whatever token they belong to
+        if group.chunk_len:  # rows of one sequence follow each other, whatever token they belong to
             rows = rows.transpose(0, 1).reshape(shape.num_kv_heads, -1, shape.head_dim)
             rows = F.pad(rows, (0, 0, 0, -rows.shape[1] % group.tile))
             return rows.unflatten(1, (-1, group.tile)).transpose(0, 1)
@@ -203,7 +206,7 @@ class SdpaAttention(Attention):
         return F.pad(rows, (0, 0, 0, missing)) if missing else rows
 
     def _tokens(self, tiles: Tensor, group: TileGroup) -> Tensor:
-        """The way back, padding left out."""
+        """Undo `_tiles`, and drop the padding."""
         shape = self.shape
         if group.chunk_len:
             rows = tiles.transpose(0, 1).reshape(shape.num_kv_heads, -1, shape.head_dim)
@@ -213,7 +216,7 @@ class SdpaAttention(Attention):
 
 
 def similar(seqs: list[SeqSlice]) -> list[list[SeqSlice]]:
-    """Decode sequences, longest first, cut where padding to the longest would cost more than another call."""
+    """Divide decode sequences, longest first, where padding to the longest would cost more than another call."""
     groups: list[list[SeqSlice]] = []
     waste = 0
     for seq in sorted(seqs, key=lambda seq: seq.kv_len, reverse=True):
@@ -227,7 +230,7 @@ def similar(seqs: list[SeqSlice]) -> list[list[SeqSlice]]:
 
 
 def has_flash(shape: AttentionShape) -> bool:
-    """Return whether torch takes its flash kernel for this shape; its other kernels promise nothing."""
+    """Return whether torch uses its flash kernel for this shape; its other kernels guarantee nothing."""
     operands = probe(shape, TILE[shape.dtype])
     try:
         with sdpa_kernel([SDPBackend.FLASH_ATTENTION]):
@@ -238,12 +241,13 @@ def has_flash(shape: AttentionShape) -> bool:
 
 
 def safe_shapes(shape: AttentionShape) -> tuple[int, tuple[int, ...]]:
-    """Rows to pad a decode token's queries to, and lengths of a last KV block, that keep a row's bits."""
+    """Return the number of rows to pad a decode token's queries to, and the lengths of a last KV block, that keep a
+    row's bits."""
     tile = TILE[shape.dtype]
     q, k, v, mask = probe(shape, tile)
 
     def same(count: int, length: int) -> bool:
-        """Return whether rows that see no further than `length` are the same in a product of that shape."""
+        """Return whether rows that see at most `length` positions are equal in a product of that shape."""
         visible_rows = tile * length // KV_BLOCK
         rows = torch.arange(count) % visible_rows
         out = F.scaled_dot_product_attention(q[:, :, rows], k[:, :, :length], v[:, :, :length], mask[rows, :length])
@@ -262,14 +266,15 @@ def probe(shape: AttentionShape, num_rows: int) -> tuple[Tensor, Tensor, Tensor,
     """Return q [1, 2, num_rows, head_dim], k and v [1, 2, KV_BLOCK, head_dim] and mask [num_rows, KV_BLOCK] whose sums
     cancel, so that another order of adding shows even after rounding to bf16.
 
-    Row i sees the first (i + 1) / num_rows of 512 positions. Four positions in a row share their key, and so their
-    weight; their values are large, small, minus large, small: what was added before is rounded at the large one's size.
+    Row i sees the first (i + 1) / num_rows of 512 positions. Four consecutive positions share their key and so their
+    weight; their values are large, small, minus large, small: the sum before them is rounded at the size of the large
+    one.
     """
     generator = torch.Generator().manual_seed(0)
     exponents = (12, 16) if shape.dtype == torch.float16 else (18, 22)
 
     def cancelling(size: int, width: int) -> Tensor:
-        """[size, width], along the first dimension."""
+        """Return values [size, width] that cancel along the first dimension."""
         values = torch.randn(size, width, generator=generator)
         large = torch.exp2(torch.randint(*exponents, (size // 4, width), generator=generator).float())
         values[0 : size // 4 * 4 : 4], values[2 : size // 4 * 4 : 4] = large, -large

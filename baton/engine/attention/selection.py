@@ -1,4 +1,4 @@
-"""Choose the attention backend of a model, and name the reasons against the others."""
+"""Choose the attention backend of a model, and give the reasons against the others."""
 
 from baton.engine.attention.base import Attention, AttentionShape
 from baton.engine.attention.flash import FlashAttention2, FlashAttention3, FlashAttention4
@@ -8,8 +8,8 @@ from baton.engine.attention.reference import ReferenceAttention
 from baton.engine.attention.sdpa import SdpaAttention
 from baton.engine.attention.triton_paged import FastTritonAttention, TritonAttention
 
-# In the order in which they are preferred: those with which a decode step is one CUDA graph come first. flash4, which
-# does not split a long context, is behind those that do.
+# In the order of preference. Those whose decode step is one CUDA graph come first; of these flash4, which does not
+# split a long context, comes after those that do.
 BACKENDS = {
     backend.name: backend
     for backend in (
@@ -21,9 +21,9 @@ NOT_EXACT = "a row's bits depend on what shares its batch on this machine, refus
 
 
 def choose(name: str, shape: AttentionShape, batch_invariant: bool = True) -> tuple[Attention, dict[str, str]]:
-    """The backend for `name` ("auto": the first that may be used), and a reason per backend passed over.
+    """Return the backend for `name` ("auto": the first that may be used), and a reason for each backend passed over.
 
-    Raises ValueError with the reason, and with what would fit, where the one asked for does not exist or may not be
+    Raises ValueError, with the reason and with what would fit, if the backend asked for does not exist or may not be
     used.
     """
     if name not in ("auto", *BACKENDS):
@@ -52,7 +52,7 @@ def choose(name: str, shape: AttentionShape, batch_invariant: bool = True) -> tu
 
 
 def make_or_say(name: str, shape: AttentionShape, batch_invariant: bool) -> Attention | str:
-    """The backend, or why it may not be used."""
+    """Return the backend, or why it may not be used."""
     if reason := BACKENDS[name].unfit(shape):
         return reason
     backend = BACKENDS[name](shape)

@@ -1,11 +1,11 @@
-"""Attention in Triton (kernels/paged_attention.py): reads the pool in place, in any stored form.
+"""Attention in Triton (kernels/paged_attention.py): it reads the pool in place, in any stored form.
 
-Sequences with few queries (decode, verification of drafts) are split along KV so that they fill the GPU; chunks are
-not. Where there are enough sequences to fill it, the splits of those that are much longer than the others are dealt out
-to programs that share them, by lengths that the device alone knows. The fixed form cuts at fixed borders and has one
-tile for both, so that a row has the same bits either way; the fast form has a small tile for decode, a large one for
-chunks, and as many splits as the load needs, of a length that each sequence's own sets on the device: a graph is made
-for the longest context, and read by short ones.
+Sequences with few queries (decode, verification of drafts) are split along KV to fill the GPU; chunks are not. If there
+are enough sequences to fill it, the splits of sequences much longer than the others are dealt out to programs that
+share them, by lengths that only the device knows. The fixed form splits at fixed borders and has one tile size for
+both, so a row has the same bits either way. The fast form has a small tile for decode, a large one for chunks, and as
+many splits as the load needs; the device derives their length from each sequence's own, since a graph is made for the
+longest context and used for short ones.
 """
 
 from collections.abc import Sequence
@@ -23,49 +23,51 @@ from baton.engine.core.device import sent
 from baton.engine.kv.pool import KVPool
 from kvtransfer.layout import KV_FORMS
 
-# Positions a program reduces at a time. At 64 a tile spills registers, 8 to 208 bytes a thread on compute capability
-# 9.0 (tests/engine/kernels/sm90.json).
+# Positions that a program reduces at a time. At 64 a tile spills 8 to 208 bytes of registers per thread on compute
+# capability 9.0 (tests/engine/kernels/sm90.json).
 BLOCK_N = 32
-FEW_QUERIES = 32  # of a sequence, up to which KV may be split
-FIXED_TILE = 64  # rows: the least that a warp group multiplies on Hopper
+FEW_QUERIES = 32  # queries of a sequence up to which KV may be split
+FIXED_TILE = 64  # rows; a warp group on Hopper multiplies no fewer
 FIXED_SPLIT = 256  # positions
-FAST_FEW_TILE = 16  # rows: the least that tl.dot takes
+FAST_FEW_TILE = 16  # rows; tl.dot takes no fewer
 FAST_CHUNK_TILE = 128
 FAST_MIN_SPLIT = 128  # positions
-PROGRAMS_PER_PROCESSOR = 2  # below which KV is split
-MAX_PROGRAMS_PER_PROCESSOR = 8  # of those that share the splits of a step: each takes several of a long context
-# Up to this many elements a row of fp32 sums fits the registers of a tile above; longer rows, up to the latent ones of
-# DeepSeek, go by the least tile: LATENT_BYTES of shared memory in bf16, or 99,328 where the next KV is not read ahead.
-# So it is in fp32 where a block has less: tiles of 128 rows of 128 elements take 115,328, of 32 rows of 256 102,656.
+PROGRAMS_PER_PROCESSOR = 2  # with fewer programs KV is split
+MAX_PROGRAMS_PER_PROCESSOR = 8  # of those that share the splits of a step; each takes several of a long context
+# Up to WIDE_HEAD_DIM elements, a row of fp32 sums fits the registers of a tile above. Longer rows, up to the latent
+# ones of DeepSeek, use the smallest tile: it takes LATENT_BYTES of shared memory in bf16, or 99,328 if the next KV is
+# not read ahead. So does fp32 if a block has less memory: tiles of 128 rows of 128 elements take 115,328, of 32 rows of
+# 256 102,656.
 WIDE_HEAD_DIM, MAX_HEAD_DIM, LATENT_BYTES = 256, 576, 164992
-NUM_STAGES = 3  # of what is read ahead; Triton's own choice
-# Of sequences that are dealt out (kernels/paged_attention.py, `deal`): positions of the fast form, splits that one
-# program walks in any case, tiles that are looked at, and splits of a step: 524,288 positions, 34 MB of partial results
-# of an 8B model.
+NUM_STAGES = 3  # read ahead; Triton's own choice
+# For dealing out (kernels/paged_attention.py, `deal`): positions of a split in the fast form, splits that one program
+# walks in any case, tiles that are looked at, and splits of a step: 524,288 positions, 34 MB of partial results of an
+# 8B model.
 FAST_DEALT_SPLIT, MIN_DEALT, MAX_TILES, MAX_ITEMS = 512, 4, 1024, 2048
 
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """Sequences that run alike: all of the batch, with `query_len` tokens each, or those that `tiles` and `tokens`
-    name."""
+    """Describe sequences that run alike: all of the batch, with `query_len` tokens each, or those that `tiles` and
+    `tokens` name."""
 
     num_tiles: int
     tile: int  # rows
-    split_len: int  # 0: by each sequence's length
-    num_splits: int  # of the longest sequence; 1: nothing is left to combine
-    num_programs: int  # that share the splits of a tile
-    num_tokens: int  # to be combined
+    split_len: int  # 0: derived from each sequence's length
+    num_splits: int  # of the longest sequence; 1: nothing to combine
+    num_programs: int  # programs that share the splits of a tile
+    num_tokens: int  # tokens to combine
     query_len: int = 0
     tiles_per_seq: int = 0
     tiles: Tensor | None = None  # int32 [num_tiles, 2]: sequence, first row of its queries
-    # int32 [num_tokens, 5]: row of the batch, position, length of its sequence, its place there, the first tile of that
+    # int32 [num_tokens, 5]: row in the batch, position, sequence length, place in the sequence, first tile of the
+    # sequence
     tokens: Tensor | None = None
     partials: Tensor | None = None  # fp32 [T, heads, splits, head_dim]; dealt: [items, kv heads, tile_rows, head_dim]
-    stats: Tensor | None = None  # the same, 2
-    items: Tensor | None = None  # int32 [num_tiles + 1]: the first split of each tile that was dealt out
-    owners: Tensor | None = None  # int32 [items]: the tile of each
-    num_sharing: int = 0  # programs of a KV head that share the items; 0: none are dealt out
+    stats: Tensor | None = None  # like partials, with a last dimension of 2
+    items: Tensor | None = None  # int32 [num_tiles + 1]: the first split of each tile, if dealt out
+    owners: Tensor | None = None  # int32 [items]: the tile of each split
+    num_sharing: int = 0  # programs of a KV head that share the splits; 0: none are dealt out
     most_items: int = 0
     tile_rows: int = 0
 
@@ -79,7 +81,7 @@ class TritonPlan:
 
 
 class TritonAttention(Attention):
-    """Exact: fixed tiles, splits at fixed borders."""
+    """Attend in Triton, exactly: with fixed tiles, and splits at fixed borders."""
 
     name = "triton"
     batch_invariant = True
@@ -87,14 +89,14 @@ class TritonAttention(Attention):
     _dealt_split = FIXED_SPLIT
 
     def __init__(self, shape: AttentionShape):
-        from baton.engine.kernels import paged_attention  # triton is an extra
+        from baton.engine.kernels import paged_attention  # triton is an optional dependency
 
         super().__init__(shape)
         self._kernels = paged_attention
-        # Weak: a pool that was made for measuring gives its memory back.
+        # Weak keys, so that a pool made only for measuring is freed.
         self._layers: WeakKeyDictionary[KVPool, list[tuple[Tensor, Tensor, Tensor, Tensor]]] = WeakKeyDictionary()
-        # Of scores to the base of 2. Capped: what a score is multiplied by to give the exponent of its tanh, and the
-        # cap.
+        # Factors on scores for base-2 exponentials. With a softcap: the factor that gives the exponent of the tanh, and
+        # the cap.
         self._scales = (shape.scale * paged_attention.LOG2_E, 0.0)
         if shape.softcap is not None:
             cap = shape.softcap
@@ -142,7 +144,7 @@ class TritonAttention(Attention):
         return TritonPlan(table, launches, layers, pool)
 
     def _uniform_launch(self, table: SeqTable, form: str) -> Launch:
-        """Made of bounds alone, as a CUDA graph needs it."""
+        """Return a launch that depends on bounds alone, as a CUDA graph needs it."""
         num_seqs, query_len = len(table.kv_lens), table.max_query_len
         tile = self._tile(query_len, form)
         per_seq = -(-query_len * self.shape.group_size // tile)
@@ -169,7 +171,7 @@ class TritonAttention(Attention):
         return self._with_scratch(made, table, num_rows, tile)
 
     def _made(self, num_tiles: int, tile: int, query_len: int, longest: int, num_tokens: int) -> Launch:
-        """A launch without its tensors."""
+        """Return a launch without its tensors."""
         split_len, num_splits, num_programs = self._splits(num_tiles, query_len, longest)
         if num_splits > 1 or query_len > FEW_QUERIES or num_tiles > MAX_TILES:
             return Launch(num_tiles, tile, split_len, num_splits, num_programs, num_tokens)
@@ -178,7 +180,7 @@ class TritonAttention(Attention):
         return Launch(num_tiles, tile, split_len, 1, 1, num_tokens, num_sharing=num_sharing, most_items=most)
 
     def _with_scratch(self, launch: Launch, table: SeqTable, num_rows: int, tile_rows: int) -> Launch:
-        """With memory for partial results, and the splits of long sequences dealt out."""
+        """Return the launch with memory for partial results, and with the splits of long sequences dealt out."""
         device, shape = table.kv_lens.device, self.shape
         if launch.num_sharing == 0:
             places = (num_rows, shape.num_heads, launch.num_splits)
@@ -201,14 +203,15 @@ class TritonAttention(Attention):
         return min(FIXED_TILE, self._most_rows(form))
 
     def _most_rows(self, form: str) -> int:
-        """Return the rows of a tile with which no program spills registers on compute capability 9.0: of 64 it spilled
-        16 to 216 bytes a thread at head_dim 256."""
+        """Return the most rows of a tile with which no program spills registers on compute capability 9.0: with 64 it
+        spilled 16 to 216 bytes a thread at head_dim 256."""
         if self._block_d <= 128:
             return FAST_CHUNK_TILE
         return FAST_FEW_TILE if KV_FORMS[form].bits < 8 or self.shape.head_dim > WIDE_HEAD_DIM else 32
 
     def _splits(self, num_tiles: int, query_len: int, longest: int) -> tuple[int, int, int]:
-        """Length and number of splits, and of the programs that share them; 1, 1: a program takes all of a row's."""
+        """Return (length of a split, number of splits, programs that share them); with 1 split a program takes a whole
+        row."""
         num_programs = num_tiles * self.shape.num_kv_heads
         if num_programs >= self._wanted or query_len > FEW_QUERIES:
             return FIXED_SPLIT, 1, 1
@@ -223,7 +226,7 @@ class TritonAttention(Attention):
                 "triton attention takes queries with contiguous heads, and an output with its heads in a row"
             )
         for launch in plan.launches:
-            # Programs walk a window alone, however long the sequence is.
+            # A window is walked by one program each, however long the sequence is.
             is_dealt = launch.num_sharing > 0 and self.shape.windows[layer] is None
             self._attend(plan, launch, layer, q, out, is_dealt)
             if launch.num_splits > 1 or is_dealt:
@@ -260,12 +263,12 @@ class TritonAttention(Attention):
         )  # fmt: skip
 
     def _sinks_of(self, layer: int, fallback: Tensor) -> Tensor:
-        """The sinks of a layer's heads; where there are none, `fallback`, which is not read."""
+        """Return the sinks of a layer's heads; without sinks `fallback`, which the kernel does not read."""
         return self.sinks[layer] if self.shape.sinks else fallback
 
 
 class FastTritonAttention(TritonAttention):
-    """Tiles and splits by what there is to do: a row's bits depend on it."""
+    """Attend in Triton with tiles and splits chosen by the load, on which a row's bits then depend."""
 
     name = "triton-fast"
     batch_invariant = False
@@ -281,22 +284,22 @@ class FastTritonAttention(TritonAttention):
 
 
 def shared_bytes(properties: Any) -> int:
-    """Return the shared memory that a block may have on a GPU: 166,912 bytes of an A100, 232,448 of an H100 or B200,
-    101,376 of those of compute capability 8.6, 8.9 and 12.0. `properties`: torch's, which have it, other than their
-    stub."""
+    """Return the bytes of shared memory that a block may use: 166,912 on an A100, 232,448 on an H100 or B200, 101,376
+    on compute capability 8.6, 8.9 and 12.0. `properties`: torch's, whose stub lacks the field."""
     return properties.shared_memory_per_block_optin
 
 
 def num_warps(tile: int, block_d: int, form: str) -> int:
-    """Return the warps of a program. Forms with scales are decoded in registers that four warps have not, and e4m3 in
-    tiles of few rows."""
+    """Return the number of warps of a program. Forms with scales, and e4m3 in tiles of few rows, are decoded in more
+    registers than four warps have."""
     stored = KV_FORMS[form]
     decoded = stored.scale_bytes > 0 or (stored.bits == 8 and tile <= FAST_FEW_TILE)
     return 8 if decoded or tile * block_d > 64 * 128 or (block_d > 128 and tile > FAST_FEW_TILE) else 4
 
 
 def layers_of(pool: KVPool) -> list[tuple[Tensor, Tensor, Tensor, Tensor]]:
-    """Per layer: k, v [blocks, kv heads, tokens, elements], and their scales fp16 (k, v again where there are none)."""
+    """Return for each layer k, v [blocks, kv heads, tokens, elements] and their fp16 scales (k, v again without
+    scales)."""
     scales = pool.scales.view(torch.float16) if pool.scales.shape[-1] else pool.blocks
     return [
         (pool.blocks[:, layer, 0], pool.blocks[:, layer, -1], scales[:, layer, 0], scales[:, layer, -1])

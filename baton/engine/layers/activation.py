@@ -1,8 +1,8 @@
-"""What stands between the two products of an MLP, with care for where torch cuts an elementwise loop.
+"""The activation between the two products of an MLP, kept independent of where torch divides an elementwise loop.
 
-`F.silu` is a trap for batch invariance, as are all functions that torch has in two codes: its vector code and the
-scalar code for what is left over at the end of a loop differ in the last bit (fp32: 4 % of elements), and loops end
-where a thread's share ends. So rows are a multiple of the vector loop's stride long, and no call is cut within a row.
+`F.silu` breaks batch invariance, as do all functions for which torch has vector and scalar code: both differ in the
+last bit (fp32: 4 % of elements), the scalar code does the rest at the end of a loop, and a loop ends where a thread's
+share ends. So rows are padded to a multiple of the vector loop's stride, and no call is divided within a row.
 """
 
 from collections.abc import Callable
@@ -25,20 +25,21 @@ FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def gated(gate_up: Tensor, name: str) -> Tensor:
-    """[T, 2 * size], gates first -> activated gate * up [T, size]."""
+    """Activate the gates and multiply: [T, 2 * size], gates first -> activated gate * up [T, size]."""
     gate, up = gate_up.chunk(2, dim=1)
     return by_rows(FUNCTIONS[name], gate).mul_(up)
 
 
 def clamped_swiglu(gate_up: Tensor, alpha: float, limit: float) -> Tensor:
-    """As `gated`, with gates up to `limit`, ups within it: (up + 1) * gate * sigmoid(alpha * gate)."""
+    """Return (up + 1) * gate * sigmoid(alpha * gate), with gates capped at `limit` and ups clamped to it; shapes as
+    `gated`."""
     gate, up = gate_up.chunk(2, dim=1)
     gate = gate.clamp(max=limit)
     return by_rows(torch.sigmoid, gate * alpha).mul_(gate).mul_(up.clamp(-limit, limit) + 1)
 
 
 def make_between(spec: ModelSpec) -> Callable[[Tensor], Tensor]:
-    """Return what stands between the products of a model's MLPs and experts, gated or not."""
+    """Return the activation between the products of a model's MLPs and experts, gated or not."""
     if not spec.gated:
         return partial(by_rows, FUNCTIONS[spec.activation])
     if spec.activation == "clamped_swiglu":
@@ -47,8 +48,8 @@ def make_between(spec: ModelSpec) -> Callable[[Tensor], Tensor]:
 
 
 def by_rows(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """Return an elementwise function of x [T, size], cut between rows only."""
-    if x.device.type != "cpu":  # one thread an element: nothing is cut
+    """Return an elementwise function of x [T, size], divided between rows only."""
+    if x.device.type != "cpu":  # one thread per element, nothing is divided
         return function(x)
     num_rows, size = x.shape
     if missing := -size % VECTOR_STRIDE:  # a rank's part of a row
@@ -64,5 +65,5 @@ def by_rows(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 
 
 def soft_capped(x: Tensor, cap: float) -> Tensor:
-    """Return cap * tanh(x / cap) of x [T, size] of any size."""
+    """Return cap * tanh(x / cap) of x [T, size], for any size."""
     return by_rows(torch.tanh, x / cap) * cap

@@ -9,29 +9,29 @@ from baton.engine.layers.linear.panels import Panels
 
 
 class Embedding:
-    """Rows of a table by token id."""
+    """Look up rows of a table by token id."""
 
     def __init__(self, weight: Tensor):
         self.weight = weight  # [vocab_size, hidden_size]
 
     def __call__(self, token_ids: Tensor) -> Tensor:
-        """int64 [T] -> [T, hidden_size]."""
+        """Return the rows of int64 [T] -> [T, hidden_size]."""
         return F.embedding(token_ids, self.weight)
 
 
 class PackedEmbedding:
-    """Rows of the output head where a kernel has packed it: the table is held once."""
+    """Look up rows in an output head that a kernel has packed, so that the table is held once."""
 
     def __init__(self, panels: Panels):
         self._panels = panels
 
     def __call__(self, token_ids: Tensor) -> Tensor:
-        """int64 [T] -> [T, hidden_size]."""
+        """Return the rows of int64 [T] -> [T, hidden_size]."""
         return self._panels.rows(token_ids)
 
 
 def tied(embedding, head: LinearKernel):
-    """Return the lookup of tokens for a `head` made of the table of `embedding`: whichever of the two needs no copy."""
+    """Return the lookup for a `head` made of the table of `embedding`: whichever of the two needs no copy."""
     if isinstance(embedding, Embedding) and isinstance(head, PackedLinear) and head.panels.is_dense:
         return PackedEmbedding(head.panels)
     return embedding

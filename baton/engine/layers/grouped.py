@@ -1,5 +1,5 @@
-"""Rows on a GPU that each meet one of several weights, in one launch for all (kernels/grouped.py): the experts of a
-mixture, whatever they are, and the heads of latent attention."""
+"""Multiply rows on a GPU by one of several weights each, in one launch for all (kernels/grouped.py): the experts of a
+mixture, or the heads of latent attention."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -19,20 +19,20 @@ from baton.engine.layers.row_parallel import RowParallelLinear
 from baton.engine.parallel.collectives import Collectives
 
 SORT_BLOCK, ADD_BLOCK = 1024, 1024
-MIN_BINS = 128  # a histogram has one for each thread of its program
+MIN_BINS = 128  # one for each thread of the histogram's program
 
 
 class SortedPlaces(NamedTuple):
-    """Places in the order of the weights that they meet, cut into tiles."""
+    """Hold places (pairs of a row and a weight) in the order of their weights, cut into tiles."""
 
     order: Tensor  # int32 [places]
-    tiles: Tensor  # int32 [3, slots]: as kernels.sort leaves them
-    tile: int  # rows of a tile
+    tiles: Tensor  # int32 [3, slots], as kernels.sort leaves them
+    tile: int  # rows per tile
 
 
 def sort_places(owners: Tensor, num_owners: int, exact: bool) -> SortedPlaces:
-    """owners: integers [places], contiguous, of `num_owners` weights. Nothing is copied to the host. `exact`: in tiles
-    that multiply a row in one way, however many there are."""
+    """Sort places by weight: owners, integers [places], contiguous, of `num_owners` weights. Nothing is copied to the
+    host. `exact`: in tiles that multiply a row in one way, however many rows there are."""
     num_places = owners.numel()
     tile = tile_of(num_places // num_owners, exact)
     num_slots = min(num_places, num_owners) + num_places // tile
@@ -46,16 +46,16 @@ def sort_places(owners: Tensor, num_owners: int, exact: bool) -> SortedPlaces:
 
 
 def tile_of(rows: int, exact: bool) -> int:
-    """Return the rows of a tile, for so many rows of a weight on average."""
+    """Return the rows per tile, for `rows` rows of a weight on average."""
     tiles = EXACT_TILES if exact else TILES
     return next((tile for tile in tiles if rows < 2 * tile), tiles[-1])
 
 
 class GroupedLinear:
-    """Weights of one shape and form, one above the other in memory."""
+    """Multiply by weights of one shape and form, which lie one after the other in memory."""
 
     def __init__(self, linears: Sequence[GpuLinear]):
-        """`unfit` has nothing against them. They go on working, over the same memory."""
+        """Join weights that `unfit` accepts. They remain usable, in the same memory."""
         self._one = one = linears[0]
         stored = [linear.stored for linear in linears]
         self._values, self._scales, self._offsets, self._bias = (
@@ -86,16 +86,16 @@ class GroupedLinear:
         return "" if len(forms) == 1 else "weights differ in form"
 
     def __call__(self, x: Tensor | RoundedRows, places: SortedPlaces, top_k: int = 0, scatters: bool = False) -> Tensor:
-        """Return [places, out_features]. `top_k`: places of a row of x, neighbours; 0: x has a row for each, in their
-        sorted order. `scatters`: y in the order of places as they came, else as they are sorted."""
+        """Return [places, out_features]. `top_k`: neighbouring places that share a row of x; 0: x has a row for each
+        place, in sorted order. `scatters`: y is in the original order of places, else in sorted order."""
         x, x_scales = self._one.activated(x, None)
         y = torch.empty(places.order.numel(), self._one.stored.num_out, dtype=self._one.dtype_of_y, device=x.device)
         self._launch(x, x_scales, y, places.tile, places.tiles.shape[1], 0, places, top_k, scatters)
         return y
 
     def each(self, x: Tensor) -> Tensor:
-        """Return [T, weights, out_features] of x [T, weights, in_features], contiguous: of a row as many parts as there
-        are weights, each for one."""
+        """Multiply x [T, weights, in_features], contiguous, each part of a row by its own weight -> [T, weights,
+        out_features]."""
         num_rows, num_owners = x.shape[:2]
         flat, x_scales = self._one.activated(x.flatten(0, 1), None)
         y = torch.empty(num_rows, num_owners, self._one.stored.num_out, dtype=self._one.dtype, device=x.device)
@@ -118,14 +118,14 @@ class GroupedLinear:
 
 
 class GroupedExperts:
-    """The outputs of the chosen experts of a layer, weighed and added, in five launches; with a sum in between where
-    ranks have a part of each expert."""
+    """Compute the outputs of a layer's chosen experts and add them by weight, in five launches, with a sum over ranks
+    in between if each rank has a part of every expert."""
 
     def __init__(
         self, spec: ModelSpec, experts: ExpertsSpec, gate_up: Sequence[LinearKernel], down: Sequence[LinearKernel],
         collectives: Collectives | None,
     ):  # fmt: skip
-        """`unfit` has nothing against them. `collectives`: of the ranks that have a part of each; None: they are whole
+        """Join experts that `unfit` accepts. `collectives`: of the ranks that have a part of each; None: they are whole
         here."""
         self._gate_up, self._down, self._collectives = GroupedLinear(gate_up), GroupedLinear(_parts(down)), collectives
         self._num_experts, self._scales_inputs = experts.num_experts, experts.scales_inputs
@@ -134,15 +134,15 @@ class GroupedExperts:
 
     @staticmethod
     def unfit(spec: ModelSpec, gate_up: Sequence[LinearKernel], down: Sequence[LinearKernel]) -> str:
-        """Return why these experts cannot be one product each; "" if they can."""
+        """Return why these experts cannot be one product for each side; "" if they can."""
         if not spec.gated or spec.activation not in ("silu", "clamped_swiglu"):
             return f"activation {spec.activation}" + ("" if spec.gated else ", without a gate")
         turns = (each.unfit_for_groups for each in down if isinstance(each, RowParallelLinear))
         return GroupedLinear.unfit(gate_up) or next(filter(None, turns), "") or GroupedLinear.unfit(_parts(down))
 
     def __call__(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-        """x [T, in], chosen int64 and weights fp32 [T, num_chosen] -> fp32 [T, out]: a row's experts in the order in
-        which it chose them."""
+        """Apply experts to x [T, in], chosen int64 and weights fp32 [T, num_chosen] -> fp32 [T, out], adding a row's
+        experts in the order in which they were chosen."""
         num_rows, num_chosen = chosen.shape
         places = sort_places(chosen.flatten(), self._num_experts, self._down.batch_invariant)
         top_k = num_chosen
@@ -153,7 +153,7 @@ class GroupedExperts:
         moved = swiglu(gate_up, self._clamp) if rounding is None else swiglu_rounded(gate_up, rounding, self._clamp)
         outputs, ranks = self._down(moved, places, scatters=True), self._collectives
         if ranks is not None and not ranks.fast:
-            outputs = ranks.sum(outputs, x.dtype)  # of each expert by itself, as one rank rounds it
+            outputs = ranks.sum(outputs, x.dtype)  # of each expert by itself, rounded as a single rank rounds it
         total = torch.empty(num_rows, outputs.shape[1], dtype=torch.float32, device=x.device)
         kernels.add_chosen[(num_rows, triton.cdiv(outputs.shape[1], ADD_BLOCK))](
             outputs, weights, total, outputs.shape[1], NUM_CHOSEN=num_chosen, WEIGHTED=not self._scales_inputs,
@@ -163,5 +163,5 @@ class GroupedExperts:
 
 
 def _parts(down: Sequence[LinearKernel]) -> list[LinearKernel]:
-    """Return what this rank applies of each weight."""
+    """Return this rank's part of each weight."""
     return [each.part if isinstance(each, RowParallelLinear) else each for each in down]

@@ -13,20 +13,21 @@ class RMSNorm:
         self.weight, self.eps, self._shape = weight, eps, weight.shape[-1:]
 
     def __call__(self, x: Tensor) -> Tensor:
-        """x [..., size] -> the same shape and dtype."""
+        """Normalize x [..., size] -> the same shape and dtype."""
         return F.rms_norm(x, self._shape, self.weight, self.eps)
 
 
 class WideNorm:
-    """RMS or layer norm of any kind, in fp32 up to its result: weights with an offset, or one per head."""
+    """Normalize by RMS or layer norm of any kind, in fp32 up to the result: weights may have an offset or differ by
+    head."""
 
     def __init__(self, spec: NormSpec, weight: Tensor, bias: Tensor | None = None):
-        """weight [size], or [heads, size] where every head has its own; bias [size]."""
+        """Normalize with weight [size], or [heads, size] if every head has its own; bias [size]."""
         self.spec, self.weight, self.bias = spec, weight.float() + spec.offset, None if bias is None else bias.float()
         self._shape = weight.shape[-1:]
 
     def __call__(self, x: Tensor) -> Tensor:
-        """x [..., size] -> the same shape and dtype."""
+        """Normalize x [..., size] -> the same shape and dtype."""
         wide = x.float()
         if self.spec.kind == "rms":
             scaled = F.rms_norm(wide, self._shape, None, self.spec.eps)

@@ -1,13 +1,13 @@
-"""Rotary position embedding: a token's rotation is a function of its own position and of the loaded model, never of
-what shares its batch or of how long its sequence has become.
+"""Rotary position embedding. A token's rotation depends on its own position and the loaded model, never on what shares
+its batch or on how long its sequence has become.
 
-Two kinds need a choice, because transformers takes their frequencies from the longest sequence of the current call:
+Two kinds need a choice, because transformers derives their frequencies from the longest sequence of the current call:
 
-- dynamic (NTK): position p turns with the base of a sequence of p + 1 tokens. Equal to transformers within the original
+- dynamic (NTK): position p uses the base of a sequence of p + 1 tokens. This equals transformers within the original
   context, and beyond it for tokens that are decoded one by one.
-- longrope: the served context decides once, at load: short factors where it is at most the original context (the
-  default), long factors for everything where more is asked for. Equal to transformers within the original context in
-  the first case and for sequences beyond it in the second.
+- longrope: the served context decides once, at load: short factors if it is at most the original context (the default),
+  long factors for all positions if it is larger. This equals transformers within the original context in the first
+  case, and for sequences beyond it in the second.
 """
 
 import math
@@ -18,11 +18,11 @@ from torch import Tensor
 
 from baton.engine.core.model_spec import RopeSpec, yarn_scale
 
-BLOCK = 64  # rows of the tables computed at a time
+BLOCK = 64  # rows of the tables that are computed together
 
 
 class Rope:
-    """Cosines and sines of every position that can be served, fp32."""
+    """Hold cosines and sines, fp32, of every position that can be served."""
 
     def __init__(self, spec: RopeSpec, head_dim: int, max_model_len: int):
         self.half = head_dim // 2
@@ -30,30 +30,31 @@ class Rope:
         self.variant = (f"rope-{longrope_side(spec, max_model_len)}",) if spec.kind == "longrope" else ()
         scale = attention_scale(spec)
         blocks = []
-        # In blocks of a fixed size, so that the bits of a row depend neither on the length of the table nor on how many
-        # threads made it: vector and scalar code of cos, sin and pow differ in the last bit.
+        # In blocks of a fixed size, so that a row's bits depend neither on the table's length nor on the number of
+        # threads: vector and scalar code of cos, sin and pow differ in the last bit.
         for begin in range(0, max_model_len, BLOCK):
             positions = torch.arange(begin, begin + BLOCK, dtype=torch.float32).unsqueeze(1)
             angles = positions * frequencies(spec, size, positions, max_model_len)
             blocks.append(torch.stack((angles.cos() * scale, angles.sin() * scale)))
         cos, sin = torch.cat(blocks, dim=1)
-        if still := self.half - size // 2:  # elements that do not turn
+        if still := self.half - size // 2:  # elements that are not rotated
             cos, sin = F.pad(cos, (0, still), value=1.0), F.pad(sin, (0, still))
         self._cos = torch.cat((cos, cos), dim=1).unsqueeze(1)
         self._sin = torch.cat((-sin, sin), dim=1).unsqueeze(1)
 
     def to(self, device: torch.device) -> "Rope":
-        """Moves the tables; the same bits on every device, since they are made on the CPU."""
+        """Move the tables to a device; their bits are the same on all, since they are made on the CPU."""
         self._cos, self._sin = self._cos.to(device), self._sin.to(device)
         return self
 
     @property
     def signed_tables(self) -> tuple[Tensor, Tensor]:
-        """cos and sin, fp32 [positions, 1, head_dim], for both halves of a head; those of sin's first are negated."""
+        """Return cos and sin, fp32 [positions, 1, head_dim], for both halves of a head; the first half of sin is
+        negated."""
         return self._cos, self._sin
 
     def tables(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """int64 [T] -> cos, sin [T, 1, head_dim]; once per step, for all layers."""
+        """Return cos, sin [T, 1, head_dim] for positions int64 [T]; computed once per step for all layers."""
         return self._cos[positions].to(dtype), self._sin[positions].to(dtype)
 
     def __call__(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -63,9 +64,9 @@ class Rope:
 
 
 def order_of_head(spec: RopeSpec, head_dim: int) -> list[int] | None:
-    """Return which element of a head, as its family orders them, stands where, so that the first half pairs with the
-    second and what does not turn is behind either; None: as they are. The rows of q and k are read in this order:
-    what attention adds up is the same."""
+    """Return the order in which to read a head's elements, so that the first half pairs with the second and elements
+    that are not rotated come last in each half; None if they are in that order. Rows of q and k are reordered alike, so
+    attention sums the same products."""
     size, half = spec.rotary_dim or head_dim, head_dim // 2
     turning = list(range(size))
     first, second = (turning[::2], turning[1::2]) if spec.interleaved else (turning[: size // 2], turning[size // 2 :])
@@ -76,7 +77,7 @@ def order_of_head(spec: RopeSpec, head_dim: int) -> list[int] | None:
 
 
 def frequencies(spec: RopeSpec, head_dim: int, positions: Tensor, max_model_len: int) -> Tensor:
-    """Angle per step of position, fp32 [head_dim / 2]; or [P, head_dim / 2], where positions [P, 1] have their own."""
+    """Return the angle per position, fp32 [head_dim / 2], or [P, head_dim / 2] if positions [P, 1] have their own."""
     plain = 1.0 / _powers(spec.theta, head_dim)
     if spec.kind == "linear":
         return plain / spec.parameters["factor"]
@@ -92,7 +93,7 @@ def frequencies(spec: RopeSpec, head_dim: int, positions: Tensor, max_model_len:
 
 
 def attention_scale(spec: RopeSpec) -> float:
-    """Return the factor of cosines and sines in yarn and longrope, which keeps the attention's entropy."""
+    """Return the factor on cosines and sines in yarn and longrope, which keeps the entropy of attention."""
     parameters = spec.parameters
     if spec.kind not in ("yarn", "longrope"):
         return 1.0
@@ -101,7 +102,7 @@ def attention_scale(spec: RopeSpec) -> float:
     factor = _stretch(spec)
     if spec.kind == "longrope":
         return math.sqrt(1 + math.log(factor) / math.log(spec.original_context)) if factor > 1 else 1.0
-    # As SGLang has it, and DeepSeek-R1-0528-Qwen3-8B, of which the product is 1; transformers reads past it.
+    # As in SGLang, and in DeepSeek-R1-0528-Qwen3-8B, where the product is 1; transformers ignores it.
     more = parameters.get("attn_factor") or 1.0
     mscale, mscale_all_dim = parameters.get("mscale"), parameters.get("mscale_all_dim")
     if mscale and mscale_all_dim:
@@ -118,7 +119,7 @@ def _stretch(spec: RopeSpec) -> float:
 
 
 def _dynamic(spec: RopeSpec, head_dim: int, positions: Tensor) -> Tensor:
-    """Longer sequences get a larger base: one row of frequencies per position."""
+    """Return one row of frequencies per position: longer sequences get a larger base."""
     original, factor = spec.max_position_embeddings, spec.parameters["factor"]
     lengths = (positions + 1).clamp_(min=original)
     bases = spec.theta * (factor * lengths / original - (factor - 1)) ** (head_dim / (head_dim - 2))
@@ -138,7 +139,7 @@ def _longrope_factors(spec: RopeSpec, head_dim: int, max_model_len: int) -> Tens
 
 
 def _yarn(spec: RopeSpec, head_dim: int) -> Tensor:
-    """Fast dimensions keep their frequency, slow ones are interpolated, with a ramp between."""
+    """Return frequencies with fast dimensions kept, slow ones interpolated, and a ramp between."""
     parameters = spec.parameters
 
     def dimension_of(num_rotations: float) -> float:
@@ -157,7 +158,8 @@ def _yarn(spec: RopeSpec, head_dim: int) -> Tensor:
 
 
 def _llama3(spec: RopeSpec, plain: Tensor) -> Tensor:
-    """Wavelengths beyond the original context are stretched, short ones kept, those between blended."""
+    """Return frequencies with wavelengths beyond the original context stretched, short ones kept, and a blend
+    between."""
     factor = spec.parameters["factor"]
     low, high = spec.parameters["low_freq_factor"], spec.parameters["high_freq_factor"]
     wavelength = 2 * math.pi / plain

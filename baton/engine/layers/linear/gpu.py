@@ -1,4 +1,4 @@
-"""Choose the kernel that applies a weight on a GPU, and name the reasons against the others."""
+"""Choose the kernel that applies a weight on a GPU, and give the reasons against the others."""
 
 import torch
 from torch import Tensor
@@ -13,10 +13,10 @@ KERNELS = ("triton", "fast")
 
 
 class GpuChoice:
-    """Makes the kernel of every weight of one model, and remembers why others were passed over."""
+    """Make the kernel of every weight of one model, and remember why others were passed over."""
 
     def __init__(self, name: str, batch_invariant: bool, dtype: torch.dtype, device: torch.device):
-        """Raises ValueError where the kernel asked for does not exist, is not to be had, or cannot be exact."""
+        """Choose by `name`. Raises ValueError if that kernel does not exist, is not available, or cannot be exact."""
         if name not in ("auto", *KERNELS):
             raise ValueError(f"linear kernel {name!r} on a GPU: one of auto, {', '.join(KERNELS)}")
         self._name, self._exact, self._dtype, self._device = name, batch_invariant, dtype, device
@@ -33,12 +33,12 @@ class GpuChoice:
         self, weight: Weight, bias: Tensor | None = None, leaves: int = 1, partial: bool = False,
         num_outputs: int = 0,
     ) -> LinearKernel:  # fmt: skip
-        """weight [out_features, in_features] of any form on the device, bias [out_features] -> its kernel. `leaves` and
-        `partial` as on a CPU; `num_outputs` as of GpuLinear."""
+        """Return the kernel of weight [out_features, in_features] of any form on the device with bias [out_features].
+        `leaves` and `partial` as on a CPU; `num_outputs` as for GpuLinear."""
         if "triton" in self.reasons or self._name == "fast":
             self.reasons.setdefault("triton", f"{self._name} was asked for")
             return FastLinear(weight, bias, self._dtype, partial=partial)
-        from baton.engine.layers.linear import triton  # an extra
+        from baton.engine.layers.linear import triton  # triton is an optional dependency
 
         if why := unfit_on_gpu(weight, self._dtype):
             weight = DenseWeight(weight.dequantize())

@@ -1,5 +1,5 @@
-"""Projections that share their input and whose weights cannot be joined in one matrix (other bits, groups or
-orders), and those whose outputs are multiplied by numbers of the model."""
+"""Linear kernels made of others: projections that share their input but cannot be one matrix (other bits, groups or
+orders), and those with outputs scaled by numbers of the model."""
 
 import torch
 from torch import Tensor
@@ -8,10 +8,10 @@ from baton.engine.layers.linear.base import LinearKernel
 
 
 class JoinedLinear(LinearKernel):
-    """Outputs of several kernels side by side: as exact as the least exact of them."""
+    """Put the outputs of several kernels side by side; as exact as the least exact of them."""
 
     def __init__(self, parts: list[LinearKernel]):
-        """At least one kernel, all over the same inputs."""
+        """Join at least one kernel, all with the same inputs."""
         self._parts = parts
         self.name = "+".join(dict.fromkeys(part.name for part in parts))
         self.batch_invariant = all(part.batch_invariant for part in parts)
@@ -27,10 +27,10 @@ class JoinedLinear(LinearKernel):
 
 
 class ScaledLinear(LinearKernel):
-    """A kernel whose outputs are each multiplied by a number."""
+    """Multiply each output of a kernel by a number."""
 
     def __init__(self, kernel: LinearKernel, scale: Tensor):
-        """scale: [out_features], in the compute dtype."""
+        """Scale by `scale` [out_features], in the compute dtype."""
         self._kernel, self._scale = kernel, scale
         self.name, self.batch_invariant = kernel.name, kernel.batch_invariant
         self.row_multiple, self.scaled_by_row = kernel.row_multiple, kernel.scaled_by_row
@@ -41,6 +41,6 @@ class ScaledLinear(LinearKernel):
 
     def __call__(self, x: Tensor, largest: Tensor | None = None) -> Tensor:
         y = self._kernel(x, largest)
-        if self._scale.device != y.device:  # a kernel does not say where it computes
+        if self._scale.device != y.device:  # a kernel does not say on which device it computes
             self._scale = self._scale.to(y.device)
         return y.mul_(self._scale)

@@ -36,7 +36,7 @@ ARGUMENTS = (*[ctypes.c_void_p] * 4, ctypes.c_int64, ctypes.c_int64)  # of baton
 
 
 class _Linear(ctypes.Structure):
-    """struct Linear of native/linear/linear.h."""
+    """Mirror `struct Linear` of native/linear/linear.h."""
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("values", "scales", "offsets", "bias", "order")),
@@ -59,14 +59,14 @@ def unavailable() -> str:
 
 
 class PackedLinear(LinearKernel):
-    """One packed weight of any form."""
+    """Apply one packed weight of any form."""
 
     name = "native"
     batch_invariant = True
     row_multiple = 1
 
     def __init__(self, weight: Weight, bias: Tensor | None, dtype: torch.dtype, leaves: int = 1, partial: bool = False):
-        """weight [out_features, in_features], bias [out_features]; dtype of x and y: fp32 or bf16."""
+        """Pack weight [out_features, in_features] with bias [out_features]; dtype of x and y: fp32 or bf16."""
         self._panels = panels = pack(weight, dtype, leaves)
         self._bias = None if bias is None else F.pad(bias.float(), (0, -bias.shape[0] % PANEL)).contiguous()
         self._num_out, self._dtype_of_y = panels.num_out, torch.float32 if partial else dtype
@@ -101,7 +101,8 @@ class PackedLinear(LinearKernel):
             num_leaves=leaves,
             input_scale=panels.input_scale,
         )
-        self.address, self._apply = ctypes.addressof(self._struct), _apply()  # address: for native code that calls it
+        # For native code that calls the kernel itself.
+        self.address, self._apply = ctypes.addressof(self._struct), _apply()
 
     @property
     def num_bytes(self) -> int:
@@ -109,7 +110,7 @@ class PackedLinear(LinearKernel):
 
     @property
     def panels(self) -> Panels:
-        """The weight as the kernel reads it."""
+        """Return the weight as the kernel reads it."""
         return self._panels
 
     def __call__(self, x: Tensor, largest: Tensor | None = None) -> Tensor:

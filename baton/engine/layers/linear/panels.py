@@ -1,4 +1,4 @@
-"""Weights in the order that the native kernels read them: panels of 64 outputs (native/linear/linear.h draws the
+"""Arrange weights as the native kernels read them: in panels of 64 outputs (native/linear/linear.h draws the
 layouts)."""
 
 import mmap
@@ -15,7 +15,7 @@ from baton.engine.weights.leaves import ROW_BLOCK
 PANEL = 64  # outputs
 HUGE_PAGE = 2 << 20
 MAX_INPUTS = 65536  # 127 * 255 * inputs stays below 2^31: integer sums do not overflow
-# As linear.h numbers them.
+# Numbered as in linear.h.
 U8, U4, BF16, F32, E4M3 = range(5)
 AS_THEY_COME, INT8_PER_ROW, INT8_PER_GROUP, E4M3_PER_ROW, E4M3_PER_GROUP, E4M3_STATIC = range(6)
 SCALE_KINDS = (torch.float32, torch.bfloat16, torch.float16)
@@ -29,13 +29,13 @@ FP8_ACTIVATIONS = {
 
 @dataclass(frozen=True, slots=True)
 class Panels:
-    """One weight, packed. Tensors own the memory that the kernels read."""
+    """Hold one packed weight. The tensors own the memory that the kernels read."""
 
     kind: int
     values: Tensor
     num_out: int
     num_in: int
-    padded_in: int  # inputs that the panels hold
+    padded_in: int  # inputs in the panels, padding included
     group: int  # inputs per sum
     groups_per_scale: int = 1
     activations: int = AS_THEY_COME
@@ -53,12 +53,12 @@ class Panels:
 
     @property
     def is_dense(self) -> bool:
-        """Return whether they hold the weight's own values, so that `rows` gives them back."""
+        """Return whether the panels hold the weight's own values, so that `rows` returns them."""
         return self.kind in (BF16, F32)
 
     def rows(self, indices: Tensor) -> Tensor:
-        """int64 [T] -> those rows of the weight, [T, in], of panels that are dense."""
-        words = self.values[indices // PANEL, :, indices % PANEL]  # of four bytes: two bf16 or one fp32
+        """Return rows of the weight, int64 [T] -> [T, in], if the panels are dense."""
+        words = self.values[indices // PANEL, :, indices % PANEL]  # words of four bytes: two bf16 or one fp32
         return words.view(torch.bfloat16 if self.kind == BF16 else torch.float32)[..., : self.num_in]
 
 
@@ -80,8 +80,8 @@ def unfit_for_panels(weight: Weight, dtype: torch.dtype) -> str:
 
 
 def pack(weight: Weight, dtype: torch.dtype, leaves: int = 1) -> Panels:
-    """Packs a weight that `unfit_for_panels` has nothing against; `dtype` is the compute dtype. Sums end at each leaf
-    of its inputs (weights/leaves.py)."""
+    """Pack a weight that `unfit_for_panels` accepts; `dtype` is the compute dtype. Sums end at each leaf of its inputs
+    (weights/leaves.py)."""
     if isinstance(weight, DenseWeight):
         panels = _pack_dense(weight, dtype)
     else:
@@ -159,7 +159,7 @@ def _pack_fp8(weight: Fp8Weight) -> Panels:
 
 
 def _panels(values: Tensor, width: int) -> Tensor:
-    """[out, in] -> [panels, in / width, 64, width], zeros where there is no output or input."""
+    """Arrange [out, in] -> [panels, in / width, 64, width], with zeros for missing outputs and inputs."""
     values = F.pad(values, (0, -values.shape[1] % width, 0, -values.shape[0] % PANEL))
     whole = {2: torch.int16, 4: torch.int32, 8: torch.int64}[width * values.element_size()]
     by_panel = values.contiguous().view(whole).unflatten(0, (-1, PANEL)).transpose(1, 2)
@@ -167,21 +167,22 @@ def _panels(values: Tensor, width: int) -> Tensor:
 
 
 def _in_huge_pages(shape: torch.Size, dtype: torch.dtype) -> Tensor:
-    """Memory for a weight, contiguous; from HUGE_PAGE on in huge pages where the system has them: a vector times a
-    matrix reads 31 instead of 23 GB/s on one core (AVX-512 EPYC, int8), because it misses the TLB no more."""
+    """Return contiguous memory for a weight; from HUGE_PAGE bytes on in huge pages if the system has them. A
+    matrix-vector product then reads 31 instead of 23 GB/s on one core (AVX-512 EPYC, int8), since it no longer misses
+    the TLB."""
     num_bytes = shape.numel() * dtype.itemsize
     if num_bytes < HUGE_PAGE or not hasattr(mmap, "MADV_HUGEPAGE"):
         return torch.empty(shape, dtype=dtype)
-    # What is not written costs nothing.
+    # Pages that are never written cost nothing.
     held = mmap.mmap(-1, num_bytes + HUGE_PAGE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with suppress(OSError):  # a kernel without them
+    with suppress(OSError):  # a kernel without huge pages
         held.madvise(mmap.MADV_HUGEPAGE)
     begin = -torch.frombuffer(held, dtype=torch.uint8).data_ptr() % HUGE_PAGE
     return torch.frombuffer(held, dtype=dtype, count=shape.numel(), offset=begin).view(shape)
 
 
 def _interleave(halves: Tensor) -> Tensor:
-    """Stored int4 (neighbours share a byte) -> inputs 8i + j and 8i + 4 + j share byte j of four."""
+    """Reorder stored int4 (neighbours share a byte), so that inputs 8i + j and 8i + 4 + j share byte j of four."""
     b0, b1, b2, b3 = halves.unflatten(1, (-1, 4)).unbind(2)
     low, high = 0x0F, 0xF0
     mixed = ((b0 & low) | (b2 << 4), (b0 >> 4) | (b2 & high), (b1 & low) | (b3 << 4), (b1 >> 4) | (b3 & high))
@@ -189,12 +190,12 @@ def _interleave(halves: Tensor) -> Tensor:
 
 
 def _by_panel(columns: Tensor) -> Tensor:
-    """[out, C] -> [panels, C, 64]."""
+    """Arrange [out, C] -> [panels, C, 64]."""
     return F.pad(columns, (0, 0, 0, -columns.shape[0] % PANEL)).unflatten(0, (-1, PANEL)).transpose(1, 2).contiguous()
 
 
 def _scales(scales: Tensor, offsets: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """By panel, in two bytes each where these hold them exactly (files have mostly stored them so)."""
+    """Arrange scales by panel, in two bytes each if that is exact (files mostly store them so)."""
     given = [tensor for tensor in (scales, offsets) if tensor is not None]
 
     def exact(kind: torch.dtype) -> bool:

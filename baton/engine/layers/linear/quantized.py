@@ -1,10 +1,9 @@
-"""Weights of int8 rows times int8 activations by torch's own integer products (FBGEMM), where there are no native
-kernels.
+"""Int8 weights times int8 activations by torch's own integer products (FBGEMM), for machines without native kernels.
 
-The sums are exact, and every bit is the one of the native kernels. FBGEMM multiplies unsigned activations by signed
-weights, and below VNNI it adds two such products in 16 bits: 2 * 127 * 128 fits, 2 * 255 * 128 does not. So a row goes
-in twice, its positive values and its negative ones, and the sums are subtracted. It returns them as fp32, which holds
-integers up to 2^24: longer inputs are cut in pieces.
+The sums are exact, so the bits are those of the native kernels. FBGEMM multiplies unsigned activations by signed
+weights, and below VNNI it adds two such products in 16 bits: 2 * 127 * 128 fits, 2 * 255 * 128 does not. So a row is
+passed twice, its positive values and its negative ones, and the sums are subtracted. FBGEMM returns sums as fp32, which
+holds integers up to 2^24, so longer inputs are cut into pieces.
 """
 
 import warnings
@@ -17,12 +16,12 @@ from baton.engine.weights.forms import IntWeight, Weight
 from baton.engine.weights.leaves import combined
 
 PIECE = 1024  # inputs: 1024 * 127 * 128 < 2^24
-TINY = 1e-30  # rows that are no larger count as zero: 127 / largest would overflow
+TINY = 1e-30  # rows with no larger magnitude count as zero, since 127 / largest would overflow
 ENGINE = "fbgemm"
 
 
 class QuantizedLinear(LinearKernel):
-    """One weight of int8 rows, packed by torch."""
+    """Apply one weight of int8 rows, packed by torch."""
 
     name = ENGINE
     batch_invariant = True
@@ -31,7 +30,7 @@ class QuantizedLinear(LinearKernel):
     scaled_by_row = True
 
     def __init__(self, weight: Weight, bias: Tensor | None, dtype: torch.dtype, leaves: int = 1, partial: bool = False):
-        """A weight that `unfit` has nothing against, bias [out_features]; dtype of x and y."""
+        """Pack a weight that `unfit` accepts, with bias [out_features]; dtype of x and y."""
         assert isinstance(weight, IntWeight)
         self._num_bytes = weight.values.nbytes + weight.scales.nbytes + (0 if bias is None else bias.nbytes)
         self._scales, self._bias = weight.scales.flatten(), None if bias is None else bias.float()
@@ -69,7 +68,7 @@ def unfit(weight: Weight) -> str:
 
 
 def _sum(both: Tensor, pieces: list) -> Tensor:
-    """Positive rows above negative ones [2T, in] -> the integers [T, out] as fp32, rounded once."""
+    """Multiply positive rows above negative ones [2T, in] -> the integers [T, out] as fp32, rounded once."""
     multiply = torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32
     total = torch.zeros((), dtype=torch.int32)
     for part, packed in zip(both.split(PIECE, dim=1), pieces, strict=True):
@@ -79,11 +78,11 @@ def _sum(both: Tensor, pieces: list) -> Tensor:
 
 
 def _packed(values: Tensor):
-    """int8 [out, in] -> as FBGEMM reads it, with scales of 1."""
+    """Pack int8 [out, in] as FBGEMM reads it, with scales of 1."""
     ones, zeros = torch.ones(len(values), dtype=torch.double), torch.zeros(len(values), dtype=torch.long)
     chosen = torch.backends.quantized.engine
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch means to remove quantized tensors; torch.ops would say so on stderr
+        warnings.simplefilter("ignore")  # torch plans to remove quantized tensors, and torch.ops would say so on stderr
         make = torch._make_per_channel_quantized_tensor  # pyright: ignore[reportPrivateImportUsage]
         quantized = make(values.contiguous(), ones, zeros, 0)
     torch.backends.quantized.engine = ENGINE

@@ -1,4 +1,4 @@
-"""Activations rounded as a weight's form says, in torch: what the native kernels do while they read a row."""
+"""Round activations as a weight's form says, in torch; native kernels do the same while they read a row."""
 
 import torch
 import torch.nn.functional as F
@@ -11,7 +11,7 @@ def rounded_to_e4m3(
     x: Tensor, activations: str, block_in: int, input_scale: float | None, largest: Tensor | None = None
 ) -> Tensor:
     """Round x [T, in] to e4m3 by the scales of a form (dynamic, dynamic-block, static); return it in the dtype of x.
-    `largest` [T]: the magnitude of each whole row, where x is a part of it."""
+    `largest` [T]: the magnitude of each whole row, if x is a part of it."""
     values = x.float()
     if activations == "dynamic-block":
         num_in = x.shape[1]

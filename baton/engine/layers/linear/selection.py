@@ -1,4 +1,4 @@
-"""Choose the kernel that applies a weight, and name the reasons against the others."""
+"""Choose the kernel that applies a weight, and give the reasons against the others."""
 
 import torch
 from torch import Tensor
@@ -16,10 +16,10 @@ KERNELS = {kernel.name: kernel for kernel in (PackedLinear, QuantizedLinear, Den
 
 
 class LinearChoice:
-    """Makes the kernel of every weight of one model, and remembers why others were passed over."""
+    """Make the kernel of every weight of one model, and remember why others were passed over."""
 
     def __init__(self, name: str, batch_invariant: bool, dtype: torch.dtype):
-        """On a CPU. Raises ValueError where the kernel asked for does not exist, is not to be had, or cannot be
+        """Choose by `name` on a CPU. Raises ValueError if that kernel does not exist, is not available, or cannot be
         exact."""
         if name not in ("auto", *KERNELS):
             raise ValueError(f"linear kernel {name!r}: one of auto, {', '.join(KERNELS)}")
@@ -36,9 +36,9 @@ class LinearChoice:
         self, weight: Weight, bias: Tensor | None = None, leaves: int = 1, partial: bool = False,
         num_outputs: int = 0,
     ) -> LinearKernel:  # fmt: skip
-        """weight [out_features, in_features] of any form, bias [out_features] -> its kernel. `leaves` of its inputs are
-        summed apart where rows are exact; `partial`: y is fp32, to be added to others. `num_outputs`: no kernel of a
-        CPU sums otherwise for it."""
+        """Return the kernel of weight [out_features, in_features] of any form with bias [out_features]. `leaves` of the
+        inputs are summed separately if rows are exact; `partial`: y is fp32, to be added to others. `num_outputs` makes
+        no difference on a CPU."""
         chosen = self._choose(weight)
         for other in KERNELS:
             if other != chosen:
@@ -46,8 +46,8 @@ class LinearChoice:
         return KERNELS[chosen](weight, bias, self._dtype, leaves, partial)
 
     def _choose(self, weight: Weight) -> str:
-        """Choose for `auto` the native kernel if there is one: it reads a weight at the speed of memory
-        (bench/cpu.py). Next to it, torch's integer products read int8 as it is stored."""
+        """Return the kernel for `auto`: the native one if it exists, since it reads a weight at the speed of memory
+        (bench/cpu.py); else torch's integer products, which read int8 as it is stored."""
         if self._name in ("dense", "fast"):
             return self._name
         if self._name != QuantizedLinear.name:
@@ -67,10 +67,10 @@ class LinearChoice:
 def choose(
     name: str, batch_invariant: bool, dtype: torch.dtype, device: torch.device = CPU
 ) -> tuple[LinearChoice | GpuChoice, dict[str, str]]:
-    """A maker of kernels, (weight, bias, leaves) -> LinearKernel, for `dtype` to compute in, and why each of the
-    kernels that are not taken was passed over (complete when all weights are made). `name` "auto" picks.
+    """Return a maker of kernels, (weight, bias, leaves) -> LinearKernel, that compute in `dtype`, and why each of the
+    other kernels was passed over (complete once all weights are made). `name` "auto" lets it choose.
 
-    Raises ValueError where the kernel asked for does not exist, is not to be had, or cannot be exact in exact mode.
+    Raises ValueError if the kernel asked for does not exist, is not available, or cannot be exact in exact mode.
     """
     if device == CPU:
         made = LinearChoice(name, batch_invariant, dtype)

@@ -1,8 +1,8 @@
-"""Weights on a GPU applied by Triton kernels (kernels/linear.py), dequantized as they are read; and by cuBLAS.
+"""Apply weights on a GPU by Triton kernels (kernels/linear.py), which dequantize them as they read, and by cuBLAS.
 
-A `GpuLinear` has several paths to the same product. In exact mode there is one, with a larger tile for many rows that
-sums in the same order; otherwise a table says which is fastest for how many (tuning.py): measured, by weight form and
-shape.
+A `GpuLinear` has several paths to the same product. Exact mode uses one, with a larger tile for many rows that sums in
+the same order. Otherwise a table (tuning.py), measured by weight form and shape, says which path is fastest for how
+many rows.
 """
 
 import math
@@ -19,22 +19,23 @@ from baton.engine.layers.linear.base import LinearKernel
 from baton.engine.weights.forms import DenseWeight, IntWeight, Weight
 from baton.engine.weights.on_gpu import Stored, levels_of, store
 
-# Rows of a tile. 64: the least that a warp group multiplies on Hopper; more of them are multiplied by the same
-# instruction, in the same order of inputs (tests/engine/kernels/test_kernels_compile.py), fewer are not.
+# Rows per tile. A warp group on Hopper multiplies no fewer than 64; more rows use the same instruction and the same
+# order of inputs (tests/engine/kernels/test_kernels_compile.py), fewer rows do not.
 TILES = (16, 64, 128)
 EXACT_TILES = (64, 128)
 BLOCK_N, LARGE_BLOCK_N = 64, 128
-SEGMENTED_PROGRAMS = 264  # two for each processor of an H100 or H200; where there are as many, tiles may be larger
+SEGMENTED_PROGRAMS = 264  # two for each processor of an H100 or H200; with so many programs tiles may be larger
 MIN_SEGMENT = 512  # inputs
 ROW_BLOCK_N, ROW_BLOCK_K = 8, 512
-ADD_ROWS = 16  # of partial sums that a program adds: a tree keeps four, in 64 rows 219 registers a thread
-LIBRARY_PATHS = ("cublas", "int_mm", "scaled_mm", "tinygemm")  # of torch and what it calls
+# Rows of partial sums that a program adds: a tree keeps four, which in 64 rows takes 219 registers a thread.
+ADD_ROWS = 16
+LIBRARY_PATHS = ("cublas", "int_mm", "scaled_mm", "tinygemm")  # in torch and the libraries that it calls
 
 Path = Callable[..., Tensor]  # x (as it is, or rounded), largest -> y
 
 
 class GpuLinear(LinearKernel):
-    """One weight of any form."""
+    """Apply one weight of any form by the fastest path."""
 
     name = "triton"
     row_multiple = 1
@@ -49,9 +50,9 @@ class GpuLinear(LinearKernel):
         partial: bool = False,
         num_outputs: int = 0,
     ):
-        """weight and bias are on the device; dtype: of x and y. `unfit_on_gpu` has nothing against the weight.
-        `leaves`: of an exact sum; of a faster one the inputs are one. `num_outputs`: of the weight of which ranks have
-        some outputs each (0: all of them are here), so that a rank's sums are those of one process."""
+        """Prepare a weight that `unfit_on_gpu` accepts, with weight and bias on the device; dtype: of x and y.
+        `leaves`: of an exact sum; a faster sum has one. `num_outputs`: outputs of the whole weight, if each rank has
+        some of them (0: all are here), so that a rank's sums equal those of one process."""
         self.batch_invariant = exact
         self._tiny: tinygemm.TinyGemm | None = None
         self.stored = stored = store(weight, dtype)
@@ -71,7 +72,7 @@ class GpuLinear(LinearKernel):
         num_segments = max(1, min(wanted, stored.num_in // MIN_SEGMENT))
         multiple = math.lcm(stored.block_k, stored.group if stored.is_grouped else 1)
         self.segment_len = -(-stored.num_in // (num_segments * multiple)) * multiple
-        if self.leaves > 1 or (partial and exact):  # one leaf of a rank's, too
+        if self.leaves > 1 or (partial and exact):  # also for one leaf of a rank
             self.segment_len = stored.num_in // self.leaves
         self.num_segments = -(-stored.num_in // self.segment_len)
         self.paths = self._exact_paths() if exact else self._fast_paths()
@@ -85,7 +86,7 @@ class GpuLinear(LinearKernel):
 
     @property
     def key(self) -> str:
-        """Return the name under which a measured table is kept."""
+        """Return the name under which a measured table is stored."""
         weight, grouped = self.stored, f"g{self.stored.group}" if self.stored.is_grouped else ""
         offsets = "" if weight.offsets is None else "asym"
         rounded = "" if self._rounding is None else "rounded"
@@ -96,7 +97,7 @@ class GpuLinear(LinearKernel):
 
     @property
     def copying(self) -> frozenset[str]:
-        """Paths that keep a copy of the weight: taken only where that pays."""
+        """Return the paths that keep a copy of the weight and are taken only if that pays."""
         return frozenset(("tinygemm",)) & frozenset(self.paths)
 
     @property
@@ -108,27 +109,28 @@ class GpuLinear(LinearKernel):
         self.stored, self.bias, self._tiny = stored, bias, None
 
     def use(self, by_rows: list[tuple[float, str]]) -> None:
-        """`by_rows`: (largest number of rows, path) ascending, the last one infinite. Makes the copy of the weight that
-        a path needs at once: behind the pool there might be no memory for it."""
+        """Use these paths: `by_rows` are (largest number of rows, path) in ascending order, the last number infinite.
+        The copy of the weight that a path needs is made now, since after the pool is made there might be no memory
+        left."""
         self._by_rows = by_rows
         taken = any(name in self.copying for _, name in by_rows)
         self._tiny = (self._tiny or self._packed()) if taken else None
 
     @property
     def rounding(self) -> Rounding | None:
-        """Return how `of_rounded` wants its rows; None: this weight is not multiplied with rounded ones, or has inputs
-        of its own."""
+        """Return how `of_rounded` wants its rows rounded; None if this weight takes no rounded rows or has its own
+        inputs."""
         return None if self.has_own_inputs else self._rounding
 
     @property
     def has_own_inputs(self) -> bool:
-        """Return whether the weight must see its rows first, to put their inputs in order or for outliers."""
+        """Return whether the weight needs unrounded rows first, to reorder their inputs or for its outliers."""
         return self._order is not None or self._outliers is not None
 
     def __call__(self, x: Tensor, largest: Tensor | None = None) -> Tensor:
         if self._outliers is None:
             return self._path(x.shape[0])(self._ordered(x), largest)
-        others = x.index_fill(1, self._columns, 0)  # the scale of a rounded row is theirs
+        others = x.index_fill(1, self._columns, 0)  # outliers do not count for the scale of a rounded row
         return self._path(x.shape[0])(self._ordered(others), largest) + self._outliers(x[:, self._columns])
 
     def of_rounded(self, x: RoundedRows) -> Tensor:
@@ -167,7 +169,7 @@ class GpuLinear(LinearKernel):
         return paths
 
     def _unmeasured(self) -> list[tuple[float, str]]:
-        """Return the table of paths to use when none was measured."""
+        """Return the table of paths for a weight without measurements."""
         if self.batch_invariant:
             small, large = EXACT_TILES
             tiles_of_rows = -(-SEGMENTED_PROGRAMS // -(-self.stored.num_out // self._columns_of(large)))
@@ -182,9 +184,9 @@ class GpuLinear(LinearKernel):
         return {"row": num_rows == 1, "int_mm": num_rows > 16}.get(path, True)
 
     def _columns_of(self, tile: int) -> int:
-        """Outputs of a tile. Of 128, int4 would spill 304 bytes of registers, and e4m3 with e4m3, which adds to a sum
-        of its own, up to 336; a tree keeps four sums of each: of 64, 72 and 96. fp32 would take 131,072 bytes of shared
-        memory, more than compute capability 8.6, 8.9 and 12.0 have."""
+        """Return the outputs per tile. With 128, int4 would spill 304 bytes of registers, and e4m3 with e4m3, which has
+        a second sum, up to 336; with 64, a tree, which keeps four sums, would spill 72 and 96. fp32 would take 131,072
+        bytes of shared memory, more than compute capability 8.6, 8.9 and 12.0 have."""
         if tile < 128 or (self.stored.kind == "dense" and self.dtype == torch.float32):
             return BLOCK_N
         crowded = self.stored.kind == "int4" or self._of_e4m3
@@ -219,10 +221,10 @@ class GpuLinear(LinearKernel):
         return y
 
     def constants(self, tile: int) -> dict[str, int | bool | str]:
-        """Return what a kernel of tiles of so many rows is compiled for."""
+        """Return the constants for which a kernel with tiles of so many rows is compiled."""
         stored = self.stored
-        # Of e4m3 in tiles of 16 rows four warps spill 8 bytes a thread on compute capability 9.0, of a tree of int4 16,
-        # of one of e4m3 with e4m3 40.
+        # In tiles of 16 rows four warps spill registers on compute capability 9.0: 8 bytes a thread with e4m3, 16 with
+        # a tree of int4, 40 with a tree of e4m3 with e4m3.
         crowded = self.leaves > 1 and (stored.kind == "int4" or self._of_e4m3)
         wide = tile > 64 or crowded or (tile == 16 and stored.kind == "fp8")
         return dict(
@@ -280,7 +282,7 @@ class GpuLinear(LinearKernel):
         return self._rounding is not None and self._rounding.group > 0
 
     def activated(self, x: Tensor | RoundedRows, largest: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Return the input as the weight is multiplied with it, and its scales where it is rounded."""
+        """Return the input as it is multiplied with the weight, and its scales if it is rounded."""
         if not isinstance(x, Tensor):
             return x
         return (x, None) if self._rounding is None else round_rows(x, self._rounding, largest)

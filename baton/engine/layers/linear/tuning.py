@@ -1,4 +1,4 @@
-"""Choose the fastest path of a GPU kernel for each number of rows: measured once per device, software and weight shape,
+"""Choose the fastest path of a GPU kernel for each number of rows, measured once per device, software and weight shape
 and kept in a file."""
 
 import hashlib
@@ -20,12 +20,12 @@ from baton.lines import one_line
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
 NUM_RUNS = 7
-FLUSH_BYTES = 256 << 20  # beyond the L2 of any GPU: in a model other weights have passed since
-# Before each run, while Python launches it: what it takes for that would else count, which a graph does not have. By
-# bytes an H200 writes these once in 56 us.
+FLUSH_BYTES = 256 << 20  # larger than the L2 of any GPU: in a model other weights are read in between
+# Before each run, to hide the time that Python takes to launch it, which a graph does not need. By bandwidth an H200
+# writes these once in 56 us.
 NUM_FLUSHES = 4
-COPY_MARGIN = 1.1  # by which a path that keeps a copy of the weight must be the faster one
-# Below baton/engine: another kernel is another table.
+COPY_MARGIN = 1.1  # a path that keeps a copy of the weight must be faster by this factor
+# Below baton/engine; a change of these kernels makes another table.
 SOURCES = (
     "layers/linear/triton.py", "layers/linear/tinygemm.py", "kernels/linear.py", "kernels/quantize.py",
     "weights/on_gpu.py",
@@ -37,7 +37,7 @@ Measure = Callable[[Callable[[], object]], float]  # seconds of one run
 
 
 class Table:
-    """Paths by weight and rows, of one device and software. A file that cannot be written is done without."""
+    """Hold paths by weight and rows for one device and software. If the file cannot be written, nothing is stored."""
 
     def __init__(self, path: Path, measure: Measure):
         self._path, self._measure = path, measure
@@ -48,7 +48,7 @@ class Table:
 
     @torch.inference_mode()
     def apply(self, kernel: GpuLinear, device: torch.device, dtype: torch.dtype) -> None:
-        """Has the kernel use what is fastest; measures what the file does not know."""
+        """Let the kernel use its fastest paths, and measure those that the file lacks."""
         found = self._best.get(kernel.key, {})
         if not all(found.get(str(rows)) in kernel.paths for rows in ROWS):
             x = torch.randn(ROWS[-1], kernel.num_in, device=device).to(dtype)
@@ -59,8 +59,8 @@ class Table:
         kernel.use([(limit, found[str(rows)]) for limit, rows in zip(limits, ROWS, strict=True)])
 
     def _fastest(self, kernel: GpuLinear, x: torch.Tensor) -> dict[str, str]:
-        """Return the fastest path for each of ROWS. A path of a library that raises for any of them is left out, and so
-        is a tile that is larger than the device's shared memory."""
+        """Return the fastest path for each of ROWS. A library's path that raises for any of them is left out, and so is
+        a tile larger than the device's shared memory."""
         seconds: dict[int, dict[str, float]] = {rows: {} for rows in ROWS}
         for name, path in list(kernel.paths.items()):
             try:
@@ -81,13 +81,13 @@ class Table:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             part.write_text(json.dumps(self._best, indent=1))
             part.replace(self._path)
-        except OSError:  # a full disk, or a cache folder that cannot be one
+        except OSError:  # a full disk, or a cache folder that cannot be made
             with suppress(OSError):
                 part.unlink(missing_ok=True)
 
 
 def table_path(device_name: str) -> Path:
-    """Below the user's cache folder; BATON_CACHE names another."""
+    """Return the path of the table, below the user's cache folder or the one that BATON_CACHE names."""
     root = os.environ.get("BATON_CACHE") or os.environ.get("XDG_CACHE_HOME")
     folder = Path(root) if root else system.with_home("~/.cache")
     engine = Path(__file__).parents[2]
@@ -97,13 +97,14 @@ def table_path(device_name: str) -> Path:
 
 
 class CudaMeasure:
-    """Median time of a run on the current device, the caches cold."""
+    """Measure the median time of a run on the current device with cold caches."""
 
     def __init__(self, device: torch.device):
         self._device = device
 
     def __call__(self, run: Callable[[], object]) -> float:
-        flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device=self._device)  # not kept: the pool has its place
+        # Not kept, since the pool needs the memory.
+        flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device=self._device)
         run()
         seconds = []
         for _ in range(NUM_RUNS):
