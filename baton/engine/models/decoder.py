@@ -1,4 +1,4 @@
-"""A decoder of any served family: what its layers do is data (core/model_spec.py)."""
+"""A decoder of any served family. What its layers do is described by data (core/model_spec.py)."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -55,23 +55,24 @@ Apply = Callable[[str, Tensor], Tensor]  # name of a layer's linear, x -> y
 
 
 class Model:
-    """A loaded model. One thread at a time may call `forward`: it owns the scratch memory of its attention backend."""
+    """Hold a loaded model. Only one thread at a time may call `forward`, which uses the attention backend's scratch
+    memory."""
 
-    pools_own_layers = False  # of a stage: its pool has room for its own alone
+    pools_own_layers = False  # true of a stage whose pool has room for its own layers only
 
     def __init__(
         self, spec: ModelSpec, dtype: torch.dtype, source: WeightSource, make: Make, attention: Attention,
         ropes: Sequence[Rope], make_router: MakeRouter | None = None, collectives: Collectives | None = None,
         adapted: bool = False, stage: PipelineStage | None = None,
     ):  # fmt: skip
-        """`make(weight, bias)` gives the kernel that applies a weight of any form; `make_router`, of a model with
-        experts, the fp32 kernel of a router. `collectives`: of a rank that has a part of the model, for whose heads
-        `attention` is; raises ModelError where that is not native. `adapted`: adapters will be read.
-        `stage`: whose layers alone are here."""
+        """Read the model. `make(weight, bias)` returns the kernel for a weight of any form; `make_router`, of a model
+        with experts, the fp32 kernel of a router. `collectives`: of a rank that has a part of the model, for whose
+        heads `attention` is made; raises ModelError if that is not native. `adapted`: adapters will be read. `stage`:
+        only its layers are here."""
         self.spec, self.dtype, self.attention, self.ropes, self._make = spec, dtype, attention, ropes, make
         self.device = attention.shape.device
         self._between = make_between(spec)
-        self.reasons: dict[str, dict[str, str]] = {}  # attention | linear | layers -> backend -> why not
+        self.reasons: dict[str, dict[str, str]] = {}  # attention | linear | layers -> backend -> reason against it
         self.collectives = collectives
         stage = PipelineStage(0, range(spec.num_layers)) if stage is None else stage
         self.own_layers, linears = stage.layers, Linears(source, make, collectives)
@@ -101,7 +102,7 @@ class Model:
     def _read_weights(
         self, source: WeightSource, linears: Linears, make_router: MakeRouter | None, has_ends: bool
     ) -> None:
-        """Read the layers that are here, and `has_ends`: the embedding, the last norm and the head."""
+        """Read the layers of this process and, with `has_ends`, the embedding, the last norm and the head."""
         spec, collectives = self.spec, self.collectives
         shard = WHOLE if collectives is None else collectives.shard
         if has_ends:
@@ -126,11 +127,11 @@ class Model:
         source.release()
 
     def _choose_low_rank(self) -> "tuple[MakeLowRank, GpuAdapters | None]":
-        """Return what makes the low-rank pairs of adapters, and what has them on a GPU."""
+        """Return the maker of adapters' low-rank pairs, and what holds them on a GPU."""
         if self.layers_name == FusedLayers.name:
             return NativeLowRank, None
         if self._adapted and self.weights.kernels == ("triton",):
-            from baton.engine.adapters.gpu_low_rank import GpuAdapters, GpuLowRank  # triton is an extra
+            from baton.engine.adapters.gpu_low_rank import GpuAdapters, GpuLowRank  # triton is an optional dependency
 
             return GpuLowRank, GpuAdapters(self.device)
         return partial(ComposedLowRank, self._make), None
@@ -146,7 +147,7 @@ class Model:
             capability = f"{capability}+{order_of_sums()}"
         variants = dict.fromkeys(variant for rope in self.ropes for variant in rope.variant)
         if self.spec.state is not None:
-            order = "state" if is_fast else "state-tree"  # of norms and products over all ranks' parts
+            order = "state" if is_fast else "state-tree"  # of norms and products over the parts of all ranks
             folded_by = state_kernels(self.spec.state) if self._mixer is None else self._mixer.name
             variants[f"{order}-{folded_by}"] = None
         sums = [f"tree{self.weights.num_leaves}"] if self.weights.num_leaves > 1 else []
@@ -156,15 +157,15 @@ class Model:
         return (attention, self.layers_name, linears, *sums, capability, *variants)
 
     def read_adapter(self, folder: Path) -> LoraFolder:
-        """Read an adapter for this model. Raises ModelError for one that is none, or that this model can have none."""
+        """Read an adapter for this model. Raises ModelError if it is not an adapter or does not suit this model."""
         if self.spec.latent is not None or self.spec.state is not None:
             why = "latent attention" if self.spec.state is None else "layers with a state"
             raise ModelError(f"{folder}: adapters are not served on {why}")
         return LoraFolder(folder)
 
     def make_adapter(self, name: str, lora: LoraFolder) -> Adapter:
-        """Make an adapter ready to be applied to what is here. Raises ModelError for one of another base, and where the
-        GPU has no memory for it."""
+        """Make an adapter ready for the layers here. Raises ModelError if it has another base, or if the GPU has no
+        memory for it."""
         try:
             return self._made_ready(name, lora)
         except torch.cuda.OutOfMemoryError:
@@ -186,13 +187,13 @@ class Model:
 
     @property
     def backends(self) -> dict[str, str]:
-        """Return what was chosen of each kind of kernel."""
+        """Return the backend chosen for each kind of kernel."""
         linear = "+".join(self.weights.kernels)
         return {"attention": self.attention.name, "linear": linear, "layers": self.layers_name}
 
     @property
     def details(self) -> list[str]:
-        """Return a line for each kind of kernel: the one that was chosen, and why each other was not."""
+        """Return a line for each kind of kernel: the one chosen, and the reason against each other."""
         return [
             f"{kind} {name}: " + ", ".join(f"not {other}: {why}" for other, why in self.reasons[kind].items())
             for kind, name in self.backends.items()
@@ -205,24 +206,24 @@ class Model:
 
     @property
     def capturable(self) -> bool:
-        """Return whether decode steps may be captured in CUDA graphs: the rows of adapters are counted on the host, and
-        so are those of experts that are not grouped."""
+        """Return whether decode steps may be captured in CUDA graphs. Rows of adapters are counted on the host, and so
+        are those of experts that are not grouped."""
         experts = (layer.experts for layer in self.layers if layer is not None and layer.experts is not None)
         return self.attention.capturable and not self._adapted and all(each.grouped is not None for each in experts)
 
     @property
     def num_draft_elements(self) -> int:
-        """Return the fp32 elements that a layer with a state keeps of a proposal's inputs."""
+        """Return the number of fp32 elements that a layer with a state keeps of a proposal's inputs."""
         assert self._mixer is not None
         return self._mixer.spec.conv_size + self._mixer.spec.num_scalars
 
     def kv_of(self, layers: range) -> list[int]:
-        """Return which of the layers that have KV these are."""
+        """Return the numbers, among the layers with KV, of those in `layers`."""
         return [self._kv_index[layer] for layer in layers if layer in self._kv_index]
 
     def kv_group(self, form: str, block_size: int) -> KVGroup:
-        """Return the layout of this model's KV in a pool, of a rank with a pool of its own that of its heads or its
-        layers; `form` is a key of kvtransfer.layout.KV_FORMS."""
+        """Return the layout of this model's KV in a pool; a rank with its own pool has its own heads or layers only.
+        `form` is a key of kvtransfer.layout.KV_FORMS."""
         group = self.spec.kv_group(form, block_size)
         if self.pools_own_layers:
             return replace(group, num_layers=len(self._kv_index))
@@ -231,7 +232,7 @@ class Model:
         return replace(group, num_kv_heads=self.attention.shape.num_kv_heads)
 
     def kv_layout(self, form: str, block_size: int) -> KVLayout:
-        """Return the layout of a pool for this model; `form` as of `kv_group`."""
+        """Return the layout of a pool for this model; `form` as in `kv_group`."""
         if not self.pools_own_layers and (self.collectives is None or self.collectives.shares_memory):
             return self.spec.kv_layout(form, block_size)
         return KVLayout((self.kv_group(form, block_size),))
@@ -244,11 +245,11 @@ class Model:
         return self.logits(self.hidden(batch, pool, on_layer)[batch.logit_rows])
 
     def embedded(self, token_ids: Tensor) -> Tensor:
-        """Return rows of the embedding, [T, hidden_size] of int64 [T], for drafts."""
+        """Return the embedding rows of int64 [T], [T, hidden_size], for drafts."""
         return self.embedding(token_ids)
 
     def scored(self, features: Tensor) -> Tensor:
-        """Return the head's outputs for rows [R, hidden_size] as they are, [R, vocab_size], for drafts."""
+        """Return the head's outputs [R, vocab_size] for rows [R, hidden_size], unscaled, for drafts."""
         return self.head(features)
 
     def normed(self, hidden: Tensor) -> Tensor:
@@ -258,7 +259,7 @@ class Model:
         return self.norm(hidden)
 
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
-        """fp32 [R, vocab_size] of rows [R, hidden_size] that `hidden` returned; in `out` where that is given."""
+        """Return logits fp32 [R, vocab_size] of rows [R, hidden_size] that `hidden` returned, in `out` if given."""
         logits = self.head(self.normed(hidden))
         logits = logits.float() if out is None else out.copy_(logits)
         if self.spec.logit_scale != 1:
@@ -268,15 +269,15 @@ class Model:
         return logits if out is None or logits is out else out.copy_(logits)
 
     def hidden(self, batch: ForwardBatch, pool: KVPool, on_layer: Callable[[int], None] | None = None) -> Tensor:
-        """Write the KV of all tokens and return what the last layer leaves, before the final norm: [>= T, hidden_size],
-        the rows of the batch first."""
+        """Write the KV of all tokens; return the output of the last layer before the final norm, [>= T, hidden_size],
+        with the batch's rows first."""
         return self.run_layers(self._embed(batch.token_ids), batch, pool, on_layer)
 
     def run_layers(
         self, x: Tensor, batch: ForwardBatch, pool: KVPool, on_layer: Callable[[int], None] | None = None
     ) -> Tensor:
-        """As `hidden`, of the layers that are here; x: rows [T, hidden_size] as the layer before them left them, which
-        may be changed."""
+        """Do as `hidden` with the layers of this process. x: rows [T, hidden_size] from the layer before, which may be
+        changed."""
         if self.fused is not None:
             return self.fused(x, batch, pool, on_layer)
         num_tokens = x.shape[0]
@@ -306,7 +307,7 @@ class Model:
                 rows = mixed.flatten(1)
                 attended = apply("output", rows * by_rows(torch.sigmoid, gates.flatten(1)) if self._num_gates else rows)
                 out = attended if out is None else out + attended
-                if on_layer is not None:  # not before: behind this sum every rank has written its heads
+                if on_layer is not None:  # only now: after this sum every rank has written its heads
                     on_layer(self._kv_index[index])
             x = self._add_residuals(layer, apply, x, normed, out)
         return x
@@ -324,8 +325,8 @@ class Model:
         name: str,
         x: Tensor,
     ) -> Tensor:
-        """Return the product of rows x and a linear of a layer, with what adapters add to theirs: of inputs that ranks
-        share, from those of all, so that it has the bits of one process."""
+        """Return the product of rows x and a linear of a layer, plus what their adapters add. For inputs divided among
+        ranks adapters use those of all ranks, so that the bits are those of one process."""
         linear = getattr(layer, name)
         y = linear(x)
         if isinstance(linear, RowParallelLinear) and any(name in rows.adapter.layers[index] for rows in adapters):
@@ -339,8 +340,8 @@ class Model:
         return y
 
     def _add_residuals(self, layer: Layer, apply: Apply, x: Tensor, normed: Tensor, attended: Tensor | None) -> Tensor:
-        """Add the outputs of attention and MLP to the rows x; `normed`: the inputs of attention; `attended`: its
-        outputs, None where the layer is an MLP alone."""
+        """Add the outputs of attention and MLP to the rows x. `normed`: the inputs of attention; `attended`: its
+        outputs, None if the layer is only an MLP."""
         if attended is None:
             return x + self._scaled(self._mlp(layer, apply, layer.mlp_norm(x)))
         if layer.attention_out_norm is not None:
@@ -364,10 +365,10 @@ class Model:
     def _write_kv(
         self, layer: Layer, index: int, heads: Tensor, tables: list[tuple[Tensor, Tensor]], slots: Tensor, pool: KVPool
     ) -> Tensor:
-        """Norm and rotate `heads` [T, q, k and v, head_dim]; K and V go to the pool, the queries [T, num_heads,
-        head_dim] are returned."""
+        """Norm and rotate `heads` [T, q, k and v, head_dim], write K and V to the pool, and return the queries [T,
+        num_heads, head_dim]."""
         spec, counts = self.spec, (self.attention.shape.num_heads, self.attention.shape.num_kv_heads)
-        num_values = heads.shape[1] - sum(counts)  # none where a row is key and value
+        num_values = heads.shape[1] - sum(counts)  # 0 if a row is both key and value
         qk, v = heads.split((sum(counts), num_values), dim=1)
         if layer.q_norm is not None:
             q, k = qk.split(counts, dim=1)
@@ -381,7 +382,7 @@ class Model:
         return q
 
     def _norm_heads(self, norm, heads: Tensor, num_heads: int) -> Tensor:
-        """Norm heads [T, heads, head_dim] of the `num_heads` that there are, each, or those of a token together."""
+        """Norm heads [T, heads, head_dim], each by itself or all `num_heads` of a token together."""
         if self.spec.qk_norm != "all":
             return norm(heads)
         if self.collectives is None:

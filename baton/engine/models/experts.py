@@ -1,9 +1,9 @@
-"""A mixture of experts: every row goes to the few experts that its router scores highest.
+"""A mixture of experts: every row goes to the few experts for which its router's score is highest.
 
-Batch-invariant: the router is a row's own, in fp32, and ranks equal scores by index; the rows of an expert are gathered
-(a counting sort) and go through its row-invariant linears; the outputs of the chosen experts are added in the order in
-which the row chose them, in fp32. Experts that no row chose are not read. On a GPU all of that is a few launches
-(layers/grouped.py), where the experts' weights have one form.
+It is batch-invariant: a row is routed by itself, in fp32, with equal scores ordered by index. The rows of an expert are
+gathered by a counting sort and go through its row-invariant linears. The outputs of a row's experts are added in the
+order in which it chose them, in fp32. Experts that no row chose are not read. On a GPU all this takes a few launches
+(layers/grouped.py) if the experts' weights have one form.
 """
 
 from collections.abc import Callable
@@ -24,17 +24,18 @@ from baton.engine.weights.forms import DenseWeight
 if TYPE_CHECKING:
     from baton.engine.layers.grouped import GroupedExperts
 
-MakeRouter = Callable[[DenseWeight, Tensor | None], LinearKernel]  # fp32 weight, bias -> its kernel, over fp32 rows
+MakeRouter = Callable[[DenseWeight, Tensor | None], LinearKernel]  # fp32 weight, bias -> the kernel for fp32 rows
 
 
 class Experts:
-    """Router and experts of one layer."""
+    """Hold the router and the experts of one layer."""
 
     def __init__(
         self, spec: ModelSpec, experts: ExpertsSpec, prefix: str, source: WeightSource, linears: Linears,
         make_router: MakeRouter,
     ):  # fmt: skip
-        """`prefix`: of the names of this layer's tensors. Raises ModelError for what is missing or differs."""
+        """Read the experts of the layer whose tensor names begin with `prefix`. Raises ModelError if a tensor is
+        missing or does not fit."""
         if experts.stacked_names and source.has(prefix + experts.stacked_names[-1]):
             experts = replace(experts, names=experts.stacked_names)
         self.spec, self._between = experts, make_between(spec)
@@ -44,10 +45,10 @@ class Experts:
         self.shared_gate_up = self.shared_down = None
         if experts.shared_size:
             shared = [prefix + name for name in experts.shared_names]
-            if experts.shared_names[0]:  # how much of the shared expert is one more score
+            if experts.shared_names[0]:  # the router gives one more score: the share of the shared expert
                 scores = torch.cat((scores, source.exact(f"{shared[0]}.weight", 1, hidden)))
             width, modules_up = experts.shared_size, shared[1:-1]
-            pads, parts = -width % VECTOR_STRIDE, (1 + spec.gated) // len(modules_up)  # in one tensor, or each its own
+            pads, parts = -width % VECTOR_STRIDE, (1 + spec.gated) // len(modules_up)  # in one tensor or one each
             sizes = [parts * width] * len(modules_up)
             self.shared_gate_up = linears.read(
                 modules_up, sizes, hidden, False, rows=pads, parts=parts, column_parallel=True
@@ -64,7 +65,7 @@ class Experts:
         if experts.correction:
             self.correction = source.exact(prefix + experts.correction, experts.num_experts)
         self._collectives, shard = linears.collectives, linears.shard
-        # That this rank has, whole or a part of each; the others are None.
+        # Experts of this rank, whole or a part of each; the others are None.
         self.own = shard.range_of(experts.num_experts) if shard.whole_experts else range(experts.num_experts)
         self.gate_up: list[LinearKernel | None] = [None] * experts.num_experts
         self.down: list[LinearKernel | None] = [None] * experts.num_experts
@@ -79,12 +80,12 @@ class Experts:
         self.grouped, self.unfit = self._group(spec)
 
     def _group(self, spec: ModelSpec) -> tuple["GroupedExperts | None", str]:
-        """Return what computes all experts at once on a GPU, or why nothing does there; neither on a CPU."""
+        """Return what computes all experts in one go on a GPU, or why nothing does; neither on a CPU."""
         if any(kernel is not None and kernel.name != "triton" for kernel in (*self.gate_up, *self.down)):
             return None, ""
         if len(self.own) < self.spec.num_experts:
             return None, "a rank has some of the experts, whole (--expert-parallel)"
-        from baton.engine.layers.grouped import GroupedExperts  # triton is an extra
+        from baton.engine.layers.grouped import GroupedExperts  # triton is an optional dependency
 
         if why := GroupedExperts.unfit(spec, self.gate_up, self.down):
             return None, why
@@ -113,7 +114,7 @@ class Experts:
         )
 
     def __call__(self, x: Tensor) -> Tensor:
-        """x [T, hidden_size], normed -> [T, hidden_size] in the same dtype."""
+        """Apply the chosen experts to x [T, hidden_size], normed -> [T, hidden_size] in the same dtype."""
         scores = self.router(x.float())
         chosen, weights = self.choose(scores[:, : self.spec.num_experts])
         read = x if self.to_latent is None else self.to_latent(x)
@@ -126,8 +127,7 @@ class Experts:
         return total.to(x.dtype)
 
     def _weighed(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-        """Return the outputs of each row's chosen experts, weighed and added in the order of choice, fp32 [T,
-        elements]."""
+        """Return the weighted outputs of each row's experts, added in the order of choice, fp32 [T, elements]."""
         of_inputs = weights.flatten() if self.spec.scales_inputs else None
         outputs = self._run_chosen(x, chosen, of_inputs).unflatten(0, (-1, self.spec.num_chosen)).float()
         if of_inputs is None:
@@ -138,11 +138,11 @@ class Experts:
         return total
 
     def choose(self, scores: Tensor) -> tuple[Tensor, Tensor]:
-        """fp32 [T, num_experts] -> experts int64 and their weights fp32, [T, num_chosen], best first; of equal scores
-        the lower index."""
+        """Choose experts by scores fp32 [T, num_experts] -> experts int64 and weights fp32, [T, num_chosen], best
+        first; of equal scores the lower index."""
         spec = self.spec
         shares = F.softmax(scores, dim=1) if spec.scoring == "softmax" else by_rows(torch.sigmoid, scores)
-        # Ranked before either: shares of scores that differ may be equal.
+        # Ranked before the shares are taken: different scores may have equal shares.
         ranked = scores if self.correction is None else shares + self.correction
         if spec.num_groups > 1:
             ranked = self._within_groups(ranked)
@@ -153,7 +153,7 @@ class Experts:
         return chosen, weights if spec.scale == 1 else weights * spec.scale
 
     def _within_groups(self, ranked: Tensor) -> Tensor:
-        """Rank nothing but the experts of the groups that rank highest, of equal ones the first."""
+        """Limit the ranking to the experts of the best groups, of equal groups the first."""
         spec = self.spec
         groups = ranked.unflatten(1, (spec.num_groups, -1))
         best = groups.sort(dim=2, descending=True).values[:, :, : spec.group_best].sum(dim=2)
@@ -163,8 +163,8 @@ class Experts:
         ).flatten(1)
 
     def _run_chosen(self, x: Tensor, chosen: Tensor, weights: Tensor | None) -> Tensor:
-        """Return the outputs of each row's chosen experts, [T * num_chosen, elements of a row]; of rows times
-        `weights`, where those are given for each."""
+        """Return the outputs of each row's experts, [T * num_chosen, elements of a row], of rows times `weights` if
+        given."""
         flat = chosen.flatten()
         order = flat.argsort(stable=True)
         counts = flat.bincount(minlength=self.spec.num_experts).tolist()
@@ -181,7 +181,7 @@ class Experts:
         return outputs
 
     def _gather_outputs(self, outputs: Tensor, counts: list[int]) -> Tensor:
-        """Return the outputs of the experts of all ranks, in their order; `counts`: of each expert's rows."""
+        """Return the outputs of the experts of all ranks, in order; `counts`: the rows of each expert."""
         if len(self.own) == len(counts) or self._collectives is None:
             return outputs
         sizes = [sum(counts[begin : begin + len(self.own)]) for begin in range(0, len(counts), len(self.own))]

@@ -1,4 +1,4 @@
-"""All layers of a step in one C call (native/layers/fused.cpp), where everything they are made of is native."""
+"""Run all layers of a step in one C call (native/layers/fused.cpp), if all their parts are native."""
 
 import ctypes
 from collections.abc import Callable, Sequence
@@ -26,28 +26,28 @@ from baton.engine.models.layer import Layer
 from baton.engine.parallel.collectives import Collectives, check
 from baton.engine.parallel.shard import WHOLE, Shard
 
-ROW_MULTIPLE = 16  # a row of the residual stream is whole vectors
+ROW_MULTIPLE = 16  # a row of the residual stream consists of whole vectors
 _POINTER, _INT = ctypes.c_void_p, ctypes.c_int64
 _NORMS = ("input_norm", "attention_out_norm", "mlp_norm", "mlp_out_norm", "q_norm", "k_norm")
-# As fused.h numbers them.
+# Numbered as in fused.h.
 _ACTIVATIONS = ("silu", "gelu_tanh", "clamped_swiglu")
 _NORMS_OF_HEADS = {"": 0, "head": 0, "unit": 0, "heads": 1, "all": 2}
 
 
 class _Norm(ctypes.Structure):
-    """`Norm` of native/layers/fused.h."""
+    """Mirror `Norm` of native/layers/fused.h."""
 
     _fields_ = [("weight", _POINTER), ("bias", _POINTER), ("kind", _INT), ("is_layer_norm", _INT)]
 
 
 class _RowParallel(ctypes.Structure):
-    """`RowParallel` of native/layers/fused.h."""
+    """Mirror `RowParallel` of native/layers/fused.h."""
 
     _fields_ = [("bias", _POINTER), ("order", _POINTER)]
 
 
 class _Experts(ctypes.Structure):
-    """`Experts` of native/layers/fused.h."""
+    """Mirror `Experts` of native/layers/fused.h."""
 
     _fields_ = [
         *((name, _INT) for name in ("num_experts", "num_chosen", "renormalized", "intermediate_size", "shared_size")),
@@ -58,7 +58,7 @@ class _Experts(ctypes.Structure):
 
 
 class _Layer(ctypes.Structure):
-    """`Layer` of native/layers/fused.h."""
+    """Mirror `Layer` of native/layers/fused.h."""
 
     _fields_ = [
         *((name, _Norm) for name in _NORMS),
@@ -68,7 +68,7 @@ class _Layer(ctypes.Structure):
 
 
 class _Model(ctypes.Structure):
-    """`Model` of native/layers/fused.h."""
+    """Mirror `Model` of native/layers/fused.h."""
 
     _fields_ = [
         *((name, _INT) for name in ("kind", "hidden_size", "intermediate_size")),
@@ -81,7 +81,7 @@ class _Model(ctypes.Structure):
 
 
 class _Step(ctypes.Structure):
-    """`Step` of native/layers/fused.h."""
+    """Mirror `Step` of native/layers/fused.h."""
 
     _fields_ = [
         ("pool", _POINTER),
@@ -98,7 +98,7 @@ class _Step(ctypes.Structure):
 
 
 class FusedLayers:
-    """The layers of one model as the kernel takes them. Rows are independent of what shares their batch."""
+    """Run the layers of one model natively. Rows are independent of what shares their batch."""
 
     name = "fused"
 
@@ -106,15 +106,15 @@ class FusedLayers:
         self, spec: ModelSpec, layers: Sequence[Layer | None], attention: NativeAttention, ropes: Sequence[Rope],
         collectives: Collectives | None = None,
     ):  # fmt: skip
-        """All linear layers are PackedLinear; `unfit` has checked that. `collectives`: of ranks that have a part each.
-        Layers of other stages are None."""
+        """Describe layers that `unfit` accepts, so that all linear layers are PackedLinear. `collectives`: of ranks
+        that have a part each. Layers of other stages are None."""
         shard = WHOLE if collectives is None else collectives.shard
         self._attention = attention
         here = [index for index, layer in enumerate(layers) if layer is not None]
         self._own = range(here[0], here[-1] + 1)
         self._experts = [layer and layer.experts and _experts(layer.experts, shard) for layer in layers]
-        self._held = (layers, ropes, collectives)  # what the structs below point at
-        own = zip(layers, spec.layers, self._experts)  # the layers of a draft may be fewer than its target's
+        self._held = (layers, ropes, collectives)  # the structs below point at these
+        own = zip(layers, spec.layers, self._experts)  # a draft may have fewer layers than its target
         self._layers = (_Layer * len(layers))(*(_layer(layer, ropes, of.rope, experts) for layer, of, experts in own))
         self._model = _Model(
             kind=KINDS[attention.shape.dtype],
@@ -175,9 +175,9 @@ class FusedLayers:
     def __call__(
         self, x: Tensor, batch: ForwardBatch, pool: KVPool, on_layer: Callable[[int], None] | None = None
     ) -> Tensor:
-        """x [T, hidden_size] is changed in place and returned; KV of all layers that are here is written.
+        """Change x [T, hidden_size] in place and return it, and write the KV of all layers that are here.
 
-        `on_layer(layer)` is called as each layer's KV is there, at the end of that layer.
+        `on_layer(layer)` is called at the end of each layer, when its KV is written.
         """
         plan = self._attention.plan(batch, pool)
         adapters = self.adapters.rows(batch.adapters)
@@ -203,7 +203,7 @@ class FusedLayers:
         return x
 
     def norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        """RMSNorm of rows x [R, hidden_size], contiguous."""
+        """Apply RMSNorm to rows x [R, hidden_size], contiguous."""
         out, model = torch.empty_like(x), ctypes.addressof(self._model)
         self._norm(model, x.data_ptr(), weight.data_ptr(), out.data_ptr(), x.shape[0], torch.get_num_threads())
         return out
@@ -217,7 +217,7 @@ def fuse(
     collectives: Collectives | None = None,
     adapted: bool = False,
 ) -> tuple[FusedLayers | GpuLayers | None, dict[str, str]]:
-    """Return what runs these layers faster than torch, or None; and the reason against each other way. `adapted`:
+    """Return what runs these layers faster than torch, or None, and the reason against each other way. `adapted`:
     adapters may add to them."""
     reasons = {"fused": FusedLayers.unfit(spec, layers, attention)}
     if not reasons["fused"]:
@@ -266,7 +266,7 @@ def _norm(norm: Norm | None) -> _Norm:
 
 
 def _experts(experts: Experts, shard: Shard) -> _Experts:
-    """The struct, and with it the tables that it points at."""
+    """Return the struct, which holds the tables that it points at."""
     spec = experts.spec
     tables = [(_POINTER * spec.num_experts)(*map(_address, parts)) for parts in (experts.gate_up, experts.down)]
     down_sums = (_RowParallel * spec.num_experts)(*map(_row_parallel, experts.down))
@@ -277,21 +277,21 @@ def _experts(experts: Experts, shard: Shard) -> _Experts:
         _address(experts.router), *map(ctypes.addressof, tables), _address(experts.shared_gate_up),
         _address(experts.shared_down), ctypes.addressof(down_sums), _row_parallel(experts.shared_down),
     )  # fmt: skip
-    made.tables = [*tables, down_sums]  # held as long as the struct
+    made.tables = [*tables, down_sums]  # kept alive as long as the struct
     return made
 
 
 def _padded(size: int) -> int:
-    """To whole vectors, as an activation needs rows."""
+    """Round a size up to whole vectors, as activations need rows."""
     return size + -size % VECTOR_STRIDE
 
 
 def _own(part: LinearKernel | None) -> LinearKernel | None:
-    """The kernel that this process applies."""
+    """Return the kernel that this process applies."""
     return part.part if isinstance(part, RowParallelLinear) else part
 
 
 def _address(part: LinearKernel | None) -> int | None:
-    """The address of a linear kernel's struct."""
+    """Return the address of a linear kernel's struct."""
     own = _own(part)
     return own.address if isinstance(own, PackedLinear) else None

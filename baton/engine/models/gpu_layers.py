@@ -1,5 +1,5 @@
-"""The layers of a step on a GPU, with one Triton kernel for all between two products: RMSNorm and residual,
-q/k norm, rotation and the write of KV, SiLU times up. Experts have launches of their own (layers/grouped.py)."""
+"""Run the layers of a step on a GPU, with a single Triton kernel between two products: RMSNorm and residual; q/k norm,
+rotation and writing KV; SiLU times up. Experts have their own launches (layers/grouped.py)."""
 
 from collections.abc import Callable, Sequence
 
@@ -15,20 +15,21 @@ from baton.engine.layers.linear import LinearKernel
 from baton.engine.layers.rope import Rope
 from baton.engine.models.layer import Layer
 
-INTERPRETED_ATTENTION = ("triton", "triton-fast")  # attention with which the interpreter runs the layers too, on a CPU
+# Attention backends with which the interpreter also runs the layers, on a CPU.
+INTERPRETED_ATTENTION = ("triton", "triton-fast")
 
 
 class GpuLayers:
-    """The layers of one model. Rows are as independent of what shares their batch as their linear layers are."""
+    """Run the layers of one model. Rows are as independent of what shares their batch as their linear layers are."""
 
     name = "triton"
 
     def __init__(self, spec: ModelSpec, layers: Sequence[Layer | None], attention: Attention, ropes: Sequence[Rope]):
-        from baton.engine.kernels import kv_write, rows  # triton is an extra
+        from baton.engine.kernels import kv_write, rows  # triton is an optional dependency
         from baton.engine.layers.linear.triton import GpuLinear
 
         self._write_kv, self._rows, self._gpu_linear = kv_write.write_kv, rows, GpuLinear
-        self._own = [index for index, layer in enumerate(layers) if layer is not None]  # of a stage
+        self._own = [index for index, layer in enumerate(layers) if layer is not None]  # those of this stage
         self._layers = [layer for layer in layers if layer is not None]
         self._spec, self._attention, self._ropes = spec, attention, ropes
 
@@ -48,9 +49,9 @@ class GpuLayers:
     def __call__(
         self, x: Tensor, batch: ForwardBatch, pool: KVPool, on_layer: Callable[[int], None] | None = None
     ) -> Tensor:
-        """x [T, hidden_size], embedded, is changed in place and returned; KV of all layers is written.
+        """Change x [T, hidden_size], embedded, in place and return it, and write the KV of all layers.
 
-        `on_layer(layer)` is called when the write of that layer's KV is launched, on all ranks.
+        `on_layer(layer)` is called when the write of that layer's KV is launched on all ranks.
         """
         spec, moved = self._spec, None
         plan = self._attention.plan(batch, pool)
@@ -63,21 +64,22 @@ class GpuLayers:
             norms = None if layer.q_norm is None else (layer.q_norm.weight, layer.k_norm.weight, spec.norm.eps)
             q = self._write_kv(heads, num_heads, batch.positions, batch.slots, turns, norms, pool, index)
             self._attention(plan, index, q, mixed)
-            del heads, q  # 160 MiB of 8,192 tokens of an 8B, which the MLP has no use for
+            del heads, q  # 160 MiB for 8,192 tokens of an 8B model, which the MLP does not need
             attended = layer.output(mixed.flatten(1))
-            if on_layer is not None:  # not before: behind this sum every rank has written its heads
+            if on_layer is not None:  # only now: after this sum every rank has written its heads
                 on_layer(index)
             if layer.experts is not None:
                 moved = layer.experts(self._rows.add_norm(x, attended, layer.mlp_norm.weight, spec.norm.eps))
             else:
-                # Without a name here, which would keep it beside the next layer's: 448 MiB of 8,192 tokens of an 8B.
+                # Unnamed, since a name would keep it beside the next layer's: 448 MiB for 8,192 tokens of an 8B model.
                 moved = self._after_swiglu(
                     self._after_norm(x, attended, layer.mlp_norm.weight, layer.gate_up), layer.down
                 )
         return torch.add(x, moved, out=x)
 
     def _after_norm(self, x: Tensor, delta: Tensor | None, weight: Tensor, linear: LinearKernel) -> Tensor:
-        """x += delta; a product of RMSNorm of that, which is rounded in the same kernel where the product wants it."""
+        """Add delta to x; return the product of its RMSNorm, which is rounded in the same kernel if the product wants
+        that."""
         rows, eps = self._rows, self._spec.norm.eps
         if isinstance(linear, self._gpu_linear) and linear.rounding is not None:
             return linear.of_rounded(rows.add_norm_rounded(x, delta, weight, eps, linear.rounding))
@@ -89,5 +91,5 @@ class GpuLayers:
         return linear(self._rows.swiglu(gate_up))
 
     def norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        """RMSNorm of rows x [R, hidden_size], contiguous."""
+        """Apply RMSNorm to rows x [R, hidden_size], contiguous."""
         return self._rows.add_norm(x, None, weight, self._spec.norm.eps)

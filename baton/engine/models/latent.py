@@ -1,9 +1,9 @@
-"""Latent attention (MLA, DeepSeek-V2, arXiv 2405.04434), absorbed: instead of keys and values of every head, queries
-meet the latent rows themselves, and outputs are made of sums of them. Chunks of a prompt and decode tokens go the same
-way, so that a token has the same bits in both.
+"""Latent attention (MLA, DeepSeek-V2, arXiv 2405.04434), absorbed: queries meet the latent rows themselves instead of
+each head's keys and values, and outputs are computed from sums of latent rows. Chunks of a prompt and decode tokens
+take the same path, so a token has the same bits in both.
 
-A kept row, and a query of each head, is [rope part | latent] in the order in which a rope turns halves; it is key and
-value at once. Values have no rope part: the product behind them has zeros there.
+A cached row, and the query of each head, is [rope part | latent] in the order in which a rope rotates halves; the row
+is key and value at once. Values have no rope part: the product after them has zeros there.
 """
 
 from typing import Any, cast
@@ -22,18 +22,18 @@ NORM = NormSpec(1e-6)  # of both latents, whatever rms_norm_eps is
 
 
 class ByHead:
-    """A product for each head, on a GPU all in one launch."""
+    """Apply one product per head, on a GPU all in one launch."""
 
     def __init__(self, kernels: list[LinearKernel]):
-        """Of weights of one shape, in floating point."""
+        """Hold floating-point weights of one shape."""
         self._kernels, self.num_heads, self._grouped = kernels, len(kernels), None
         if all(kernel.name == "triton" for kernel in kernels):
-            from baton.engine.layers.grouped import GroupedLinear  # triton is an extra
+            from baton.engine.layers.grouped import GroupedLinear  # triton is an optional dependency
 
             self._grouped = GroupedLinear(cast(list[Any], kernels))
 
     def __call__(self, x: Tensor) -> Tensor:
-        """x [T, heads, in] -> [T, heads, out]."""
+        """Apply the products to x [T, heads, in] -> [T, heads, out]."""
         if self._grouped is not None:
             return self._grouped.each(x.contiguous())
         heads = x.transpose(0, 1).contiguous()
@@ -41,13 +41,14 @@ class ByHead:
 
 
 class LatentProjection(LinearKernel):
-    """Hidden states to the queries of all heads and, behind them, the row to be kept, before a rope has turned them."""
+    """Project hidden states to the queries of all heads followed by the row to cache, before rotation."""
 
     def __init__(
         self, latent: LatentSpec, query: list[LinearKernel], query_norm: Norm | None, keys: list[LinearKernel],
         row: LinearKernel, row_norm: Norm,
     ):  # fmt: skip
-        """`query`: one kernel, or two with a norm between; `keys`: of each head, nope_dim elements to the latent's."""
+        """Hold `query`, one kernel or two with a norm between, and `keys`, which map nope_dim elements of each head to
+        the latent's."""
         self._latent, self._query, self._query_norm = latent, query, query_norm
         self._keys, self._row, self._row_norm = ByHead(keys), row, row_norm
         _describe(self, [*query, *keys, row])
@@ -68,10 +69,10 @@ class LatentProjection(LinearKernel):
 
 
 class LatentOutput(LinearKernel):
-    """What attention puts out for each head, sums of kept rows, to what it adds to the hidden states."""
+    """Project each head's attention output, a sum of cached rows, to hidden states."""
 
     def __init__(self, values: list[LinearKernel], output: LinearKernel):
-        """`values`: of each head, a sum of rows to value_dim elements."""
+        """Hold `values`, which map each head's sum of rows to value_dim elements."""
         self._values, self._output = ByHead(values), output
         _describe(self, [*values, output])
 
@@ -82,8 +83,8 @@ class LatentOutput(LinearKernel):
 def read_latent(
     spec: ModelSpec, prefix: str, order: Tensor | None, source: WeightSource, linears: Linears, own: range
 ) -> tuple[LatentProjection, LatentOutput]:
-    """Return the attention's products of one layer, for the heads `own`: the kept row is every rank's. `order`: of the
-    elements of a row, so that a rope turns halves. Raises ModelError for a tensor that is missing or differs."""
+    """Return the attention's products of one layer for the heads `own`; every rank has the cached row. `order`: of a
+    row's elements, so that a rope rotates halves. Raises ModelError if a tensor is missing or does not fit."""
     latent, num_heads, hidden = spec.latent, spec.num_heads, spec.hidden_size
     assert latent is not None
     turned = turning(latent, order)
@@ -111,13 +112,13 @@ def read_latent(
 def _read_absorbed(
     latent: LatentSpec, num_heads: int, module: str, source: WeightSource, linears: Linears, own: range
 ) -> tuple[list[LinearKernel], list[LinearKernel]]:
-    """Return the kernels of each head's keys, turned around, and of its values. In floating point whatever the form:
-    what was rounded by outputs cannot be turned around as it is."""
+    """Return the kernels of each head's transposed keys, and of its values, in floating point whatever the form:
+    weights that were rounded by output cannot be transposed as they are."""
     weight = source.linear(module, num_heads * (latent.nope_dim + latent.value_dim), latent.rank)
     table = (weight.values if isinstance(weight, DenseWeight) else weight.dequantize()).unflatten(0, (num_heads, -1))
     table = table[own.start : own.stop]
     keys, values = table.split((latent.nope_dim, latent.value_dim), dim=1)
-    # Values meet a whole row, in whose rope part they have zeros.
+    # Values meet a whole row, with zeros for its rope part.
     values = in_order_of_rope(values.new_zeros(len(own), latent.value_dim, latent.rope_dim), values)
     return (
         [linears.make([DenseWeight(key.t().contiguous())]) for key in keys],
@@ -126,23 +127,23 @@ def _read_absorbed(
 
 
 def turning(latent: LatentSpec, order: Tensor | None) -> Tensor:
-    """Return the order of a row's rope part, int64 [rope_dim], as `in_order_of_rope` takes it: of its pairs the first
-    elements, then the second. `order`: of the whole row, whose rope part comes first as stored."""
+    """Return the order of a row's rope part, int64 [rope_dim], for `in_order_of_rope`: the first elements of its pairs,
+    then the second. `order`: of the whole row, whose rope part is stored first."""
     if order is None:
         return torch.arange(latent.rope_dim)
     return order[order < latent.rope_dim]
 
 
 def in_order_of_rope(turned: Tensor, still: Tensor) -> Tensor:
-    """Rope part [..., rope_dim] and latent [..., rank] -> rows [..., row_dim] of which a rope turns the beginning of
-    the first half with that of the second."""
+    """Arrange the rope part [..., rope_dim] and the latent [..., rank] as rows [..., row_dim], in which a rope rotates
+    the beginning of the first half with that of the second."""
     first, second = turned.chunk(2, dim=-1)
     low, high = still.chunk(2, dim=-1)
     return torch.cat((first, low, second, high), dim=-1)
 
 
 def _describe(kernel: LinearKernel, parts: list[LinearKernel]) -> None:
-    """A product of several is as exact as the least exact of them."""
+    """Describe a kernel made of several, which is as exact as the least exact of them."""
     kernel.name = "+".join(dict.fromkeys(part.name for part in parts))
     kernel.batch_invariant = all(part.batch_invariant for part in parts)
     kernel.row_multiple = max(part.row_multiple for part in parts)

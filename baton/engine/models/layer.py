@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """One decoder layer; q, k, v are one product, gate and up another. None: the layer has no such norm."""
+    """Hold one decoder layer; q, k, v are one product, gate and up another. A norm that the layer lacks is None."""
 
     input_norm: Norm | None
     qkv: LinearKernel | None  # None: no attention
@@ -24,12 +24,12 @@ class Layer:
     mlp_norm: Norm | None
     gate_up: LinearKernel | None  # None: experts, or no MLP
     down: LinearKernel | None
-    attention_out_norm: Norm | None = None  # of what attention adds to the rows
+    attention_out_norm: Norm | None = None  # of attention's output, before it is added to the rows
     mlp_out_norm: Norm | None = None
     experts: Experts | None = None
-    state: "Mixer | GpuMixer | None" = None  # what mixes tokens in place of attention; where there are both, beside it
+    state: "Mixer | GpuMixer | None" = None  # mixes tokens instead of attention, or beside it if there are both
 
     @property
     def has_mlp(self) -> bool:
-        """Return whether something follows what mixes tokens."""
+        """Return whether the layer has an MLP or experts."""
         return self.experts is not None or self.gate_up is not None

@@ -1,5 +1,5 @@
-"""The model of the first of several ranks: what it is asked, it tells the others before it computes its part, or it
-gives them a step in parts behind its own layers; and what the others do with that."""
+"""Models of several ranks. The first rank tells the others what to compute before it computes its own part, or passes a
+step to later stages in parts; `follow` and `follow_stage` are the other ranks' side."""
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
@@ -28,8 +28,8 @@ from kvtransfer.layout import KVLayout
 
 
 class LeadingModel(Model):
-    """See the module. Where a step raises in the middle no later one is told: the ranks would be in different
-    places."""
+    """Lead a model divided among ranks. If a step raises in the middle, no later one is told, since the ranks would be
+    at different places."""
 
     def __init__(self, *arguments):
         super().__init__(*arguments)
@@ -68,7 +68,7 @@ class LeadingModel(Model):
 
     @contextmanager
     def all_or_none(self) -> Iterator[Collectives]:
-        """Let no later step be told where what is told here does not end."""
+        """Tell no later step if what is told within this context does not finish."""
         group = self.group
         try:
             yield group
@@ -78,14 +78,14 @@ class LeadingModel(Model):
 
     @property
     def group(self) -> Collectives:
-        """Return what joins this rank to those that are told."""
+        """Return the collectives that join this rank to those that it tells."""
         assert self.collectives is not None
         return self.collectives
 
 
 class LeadingDeviceModel(LeadingModel):
-    """The same on a GPU, where whole steps are told by the launcher (gpu_ranks/launcher.py), which may replay a graph:
-    what is computed `in_step` has been told."""
+    """Lead a model divided among GPUs. The launcher (gpu_ranks/launcher.py), which may replay a graph, tells whole
+    steps, so what is computed within `in_step` is already told."""
 
     _in_step = False
 
@@ -109,8 +109,7 @@ class LeadingDeviceModel(LeadingModel):
 
 
 class FirstDeviceStage(LeadingDeviceModel):
-    """The model of the first of several stages with a GPU each: a step goes once around, and the rest is computed
-    here."""
+    """Lead a model in stages of one GPU each: a step goes once around, and the rest is computed here."""
 
     pools_own_layers = True
 
@@ -140,7 +139,7 @@ class FirstDeviceStage(LeadingDeviceModel):
 
 
 class NextDeviceStage(Model):
-    """Another stage's. It knows of no tokens, and of no logits."""
+    """Run another stage than the first, which sees no tokens and no logits."""
 
     pools_own_layers = True
 
@@ -160,16 +159,16 @@ class NextDeviceStage(Model):
 
 
 class StagedStep(NamedTuple):
-    """A step on its way through the stages."""
+    """Hold a step on its way through the stages."""
 
     batch: ForwardBatch
     num_parts: int
-    rows: Tensor  # [tokens, hidden_size], which the stages change
+    rows: Tensor  # [tokens, hidden_size], changed by the stages
 
 
 class FirstStage(Model):
-    """The model of the first of several stages, each of which may compute another step: as many as there are stages may
-    be begun and not finished. Of one that was finished the rows last until as many more have been begun."""
+    """Run the first of several stages. As many steps as there are stages may be begun and unfinished, one in each
+    stage. The rows of a finished step are valid until as many more have been begun."""
 
     def __init__(self, pipeline: PipelineLeader, *arguments):
         super().__init__(*arguments)
@@ -180,7 +179,7 @@ class FirstStage(Model):
         return self.finish(self.begin(batch, pool), on_layer)
 
     def begin(self, batch: ForwardBatch, pool: KVPool) -> StagedStep:
-        """Compute a step in the layers that are here, and give it to the next stage, part by part."""
+        """Compute a step in the layers here, and pass it to the next stage part by part."""
         pipeline, place = self.pipeline, next(self._places)
         parts = micro_batches(batch, pipeline.degree)
         with self._or_lose():
@@ -194,8 +193,7 @@ class FirstStage(Model):
         return StagedStep(batch, len(parts), pipeline.rows[place : place + len(batch.token_ids)])
 
     def finish(self, step: StagedStep, on_layer: Callable[[int], None] | None = None) -> Tensor:
-        """Wait until the first step that was begun and not finished has left the last stage; return its rows.
-        `on_layer` as of `hidden`."""
+        """Wait until the oldest unfinished step has left the last stage; return its rows. `on_layer` as in `hidden`."""
         _report_layers(on_layer, self.kv_of(self.own_layers))
         with self._or_lose():
             for _ in range(step.num_parts):
@@ -205,7 +203,7 @@ class FirstStage(Model):
 
     @contextmanager
     def _or_lose(self) -> Iterator[None]:
-        """Let no more be computed where this raises: the stages are in different places of a step."""
+        """Compute nothing more if this raises, since the stages are at different places of a step."""
         try:
             yield
         except BaseException:
@@ -214,11 +212,12 @@ class FirstStage(Model):
 
 
 class FirstStageOfRanks(FirstStage, LeadingModel):
-    """The same where every stage has several ranks: each part of a step is told to those of the first one as a step."""
+    """Run the first of several stages with several ranks each: each part of a step is told to this stage's ranks as a
+    step."""
 
 
 class SpreadPool(KVPool):
-    """The pool of a worker some of whose stages have theirs on other hosts: what is copied here is copied there."""
+    """Hold the pool of a worker with stages on other hosts: a block copied here is copied there too."""
 
     def __init__(self, layout: KVLayout, num_blocks: int, memory: memoryview, leader: PipelineLeader):
         super().__init__(layout, num_blocks, memory)
@@ -236,8 +235,8 @@ def _report_layers(on_layer: Callable[[int], None] | None, layers: Sequence[int]
 
 
 def follow_stage(model: Model, follower: PipelineFollower, pool: KVPool) -> None:
-    """Put rows through the layers of a stage that is not the first, with its other ranks where it has several, until a
-    rank is lost: raises RankLost."""
+    """Run the layers of a stage that is not the first, with its other ranks if it has several, until a rank is lost,
+    which raises RankLost."""
     held, sent = HeldAdapters(partial(made_of, model)), SentAdapters()
 
     def on_message(kind: int, number: int, other: int, data: Tensor) -> None:
@@ -258,7 +257,7 @@ def follow_stage(model: Model, follower: PipelineFollower, pool: KVPool) -> None
 
 
 def follow(model: Model, collectives: Collectives, pool: KVPool) -> None:
-    """Compute what the first rank tells, until a rank is lost: raises RankLost."""
+    """Compute what the first rank tells, until a rank is lost, which raises RankLost."""
     ask = {
         CommandKind.LOGITS: model.logits,
         CommandKind.EMBEDDED: model.embedded,

@@ -1,4 +1,4 @@
-"""The linear layers of a model as they are built: read, merged, given a kernel; and a record of what came of it."""
+"""Build a model's linear layers: read, merge and pick the kernels of their weights, and report what was made."""
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -19,34 +19,35 @@ from baton.engine.weights.forms import Weight, form_name
 from baton.engine.weights.leaves import inputs_of, leaves_of, order_of
 from baton.engine.weights.merge import merge, pad, split_rows, take_rows
 
-# (weight, bias, leaves, partial, outputs of the weight of which this one is a rank's part) -> kernel
+# (weight, bias, leaves, partial, number of outputs of the whole weight if this is a rank's part) -> kernel
 Make = Callable[..., LinearKernel]
 
 
 @dataclass(frozen=True, slots=True)
 class WeightReport:
-    """The forms, kernels and sizes of the linear weights that a process has of a model."""
+    """Report the forms, kernels and sizes of a model's linear weights in this process."""
 
     weights_by_form: Mapping[str, int]
     weights_by_kernel: Mapping[str, int]
     num_bytes: int  # of the kernels, resident or mapped
     file_bytes: int
     read_bytes: int  # of the files
-    notes: tuple[str, ...]  # what was not read as it is stored
-    num_leaves: int  # at most, of exact sums that ranks can share
+    notes: tuple[str, ...]  # weights that were not read as they are stored
+    num_leaves: int  # the most leaves of exact sums, which ranks can share
 
     @property
     def form(self) -> str:
-        """Return all forms, the one of most weights first: "int4-g32-asym+int8-g16"."""
+        """Return all forms, the most frequent first: "int4-g32-asym+int8-g16"."""
         return "+".join(_by_count(self.weights_by_form))
 
     @property
     def kernels(self) -> tuple[str, ...]:
-        """Return the names of all kernels, the one of most weights first."""
+        """Return the names of all kernels, the most frequent first."""
         return tuple(_by_count(self.weights_by_kernel))
 
     def beside(self, others: Sequence["WeightReport"]) -> "WeightReport":
-        """Return this process's sizes, with the forms and kernels of the others too, which have other layers."""
+        """Return this process's sizes with the forms and kernels of the other processes too, which have other
+        layers."""
         all_ = (self, *others)
         return replace(
             self,
@@ -65,10 +66,10 @@ def _by_count(counts: Mapping[str, int]) -> list[str]:
 
 
 class Linears:
-    """Makes kernels of the modules of one source, and keeps count."""
+    """Make the kernels of one source's modules, and count them."""
 
     def __init__(self, source: WeightSource, make: Make, collectives: Collectives | None = None):
-        """`collectives`: of a rank, whose part of every weight is made here."""
+        """Make kernels of `source`; with `collectives`, of this rank's part of every weight."""
         self._source, self._make, self.collectives = source, make, collectives
         self.shard = WHOLE if collectives is None else collectives.shard
         self.left_out: list[str] = []  # modules that only other ranks read
@@ -98,12 +99,12 @@ class Linears:
         cut: bool = True,
         num_outputs: int = 0,
     ) -> LinearKernel:
-        """Return one kernel for modules that share their input, their outputs one after the other.
+        """Return one kernel for modules that share their input, with their outputs one after the other.
 
-        `orders`: which outputs of each module, int64, None: all, as stored. A module is `parts` of equal size, one
-        above the other; `rows` zeros follow the outputs of each part, `columns` its inputs. `row_parallel` and `cut` as
-        in `make`; `column_parallel`: a rank has its share of the outputs of each part. `num_outputs`: of all ranks,
-        where `orders` name some of them.
+        `orders`: which outputs of each module, int64; None: all, as stored. A module consists of `parts` of equal size,
+        one above the other; `rows` zeros follow the outputs of each part, `columns` zeros its inputs. `row_parallel`
+        and `cut` as in `make`; `column_parallel`: a rank has its share of the outputs of each part. `num_outputs`: the
+        number on all ranks, if `orders` names only some of them.
         """
         weights, biases = [], []
         for module, size, order in zip(modules, sizes, orders or [None] * len(modules), strict=True):
@@ -121,9 +122,8 @@ class Linears:
         columns: int = 0, parts: int = 1, interleaved: bool = False, row_parallel: bool = False,
         column_parallel: bool = False, cut: bool = True,
     ) -> LinearKernel:  # fmt: skip
-        """Return the kernel of one of the experts that one tensor holds, [experts, out_features, in_features] or
-        [experts, in_features, out_features]; `interleaved`: its parts take turns among its outputs. Else as `read`
-        does."""
+        """Return the kernel of one of the experts in a tensor [experts, out_features, in_features] or [experts,
+        in_features, out_features]. `interleaved`: its parts alternate among its outputs. Otherwise as `read`."""
         count = experts.num_experts
         weight = self._source.expert(name, index, count, out_features, in_features, experts.inputs_first)
         bias = self._source.tensor(f"{name}_bias", count, out_features)[index] if experts.bias else None
@@ -148,10 +148,9 @@ class Linears:
         self, weights: Sequence[Weight], bias: Tensor | None = None, row_parallel: bool = False, cut: bool = True,
         num_outputs: int = 0,
     ) -> LinearKernel:  # fmt: skip
-        """Make a kernel for weights one above the other, [out, in] each; several behind one where their forms do not
-        agree. `bias`: [sum of out]. `row_parallel`: where a model is divided, ranks have some of the inputs each, so
-        that their sum is a tree; not `cut`: this rank has all of them. `num_outputs`: of all ranks, where each has
-        some; 0: all are here."""
+        """Make a kernel for weights one above the other, [out, in] each; if their forms disagree it joins several
+        kernels. `bias`: [sum of out]. `row_parallel`: ranks have some of the inputs each, so that their sum is a tree,
+        or with `cut` false all of them. `num_outputs`: the number on all ranks, if each has some; 0: all are here."""
         merged = merge(weights)
         own = sum(weight.shape[0] for weight in merged)
         outputs = [weight.shape[0] * (num_outputs or own) // own for weight in merged]
@@ -178,7 +177,7 @@ class Linears:
         return self._make(weight, bias, leaves, False, num_outputs)
 
     def _make_part(self, weight: Weight, bias: Tensor | None, leaves: int, num_outputs: int) -> LinearKernel:
-        """Make the kernel of this rank's inputs. Raises ModelError where they are no whole leaves."""
+        """Make the kernel of this rank's inputs. Raises ModelError if they are not whole leaves."""
         assert self.collectives is not None
         rank, degree = self.shard.rank, self.shard.degree
         if leaves % degree:

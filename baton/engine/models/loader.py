@@ -1,4 +1,4 @@
-"""From a Hugging Face folder or a .gguf file to a Model: weights are mapped, each tensor is read once."""
+"""Load a Model from a Hugging Face folder or a .gguf file. Weights are mapped, and each tensor is read once."""
 
 import hashlib
 from collections.abc import Callable
@@ -54,25 +54,25 @@ __all__ = ["PredictorModules", "Weights", "load_model", "load_predictor", "model
 
 @dataclass(frozen=True, slots=True)
 class PredictorModules:
-    """A layer that a checkpoint ships to predict further tokens, and what stands around it."""
+    """Hold a layer that a checkpoint ships to predict further tokens, and the parts around it."""
 
     project: LinearKernel
     embedding_norm: Norm
     features_norm: Norm
     norm: Norm
-    layer: Model  # of which nothing but this layer is here
+    layer: Model  # holds only this layer
 
 
 def load_model(
     config: EngineConfig, device: torch.device = CPU, collectives: Collectives | None = None,
     stage: PipelineStage | None = None, pipeline: PipelineLeader | None = None, stages: StageCollectives | None = None,
 ) -> Model:  # fmt: skip
-    """Read the model that `config` names, onto `device`, for KV in the blocks and stored form that it names; with
-    `collectives` the part of it that this rank has, with `stage` its layers. `pipeline`: to the others, of the first
-    stage; `stages`: where each has a device.
+    """Read the model that `config` names onto `device`, for KV in its blocks and stored form. With `collectives` only
+    this rank's part is read, with `stage` only its layers. `pipeline`: the first stage's link to the others; `stages`:
+    used if each stage has a device.
 
-    Raises ModelError naming the file that is at fault, ValueError for a backend that may not be used and for weights
-    that the GPU has no room for.
+    Raises ModelError naming the file at fault, and ValueError for a backend that may not be used or weights that do not
+    fit in the GPU's memory.
     """
     spec = read_spec(config.model)
     if spec.state is not None and device != CPU and (why := kernels.unavailable(device.type)):
@@ -96,11 +96,11 @@ def load_model(
         source, ropes = PlacedSource(source, device), [rope.to(device) for rope in ropes]
 
     def make(weight: Weight, bias: Tensor | None, leaves: int, partial: bool, num_outputs: int = 0) -> LinearKernel:
-        system.trim_heap()  # weight by weight: reading and packing left 81 MiB of a 121 MiB file with malloc
+        system.trim_heap()  # after each weight: reading and packing left 81 MiB of a 121 MiB file in malloc's heap
         return make_linear(weight, bias, leaves, partial, num_outputs)
 
-    # Ranks choose the same experts: by a kernel that is the same on all, where each has measured which is fastest on
-    # its GPU.
+    # Ranks have to choose the same experts, so their kernel must be the same on all, not the one that each measured as
+    # fastest on its GPU.
     agree = collectives is not None and not kernels.unavailable(device.type)
     make_router, _ = choose_linear("auto", config.batch_invariant or agree, torch.float32, device)
     arguments = spec, compute, source, make, backend, ropes, make_router, collectives, config.may_adapt, stage
@@ -111,11 +111,11 @@ def load_model(
 
 
 def load_predictor(model: Model, config: EngineConfig, block_size: int) -> PredictorModules:
-    """Read the layer of `model`, which has one, for KV in blocks of `block_size`. Raises ModelError for a tensor that
-    is missing or differs."""
+    """Read the predictor layer that `model` ships, for KV in blocks of `block_size`. Raises ModelError if a tensor is
+    missing or does not fit."""
     spec, index, predictor = model.spec, model.spec.num_layers, model.spec.predictor
     assert predictor is not None
-    # The others keep nothing, so that its KV is that of a model's only layer.
+    # The other layers keep nothing, so that the KV is that of a model with one layer.
     others = tuple(replace(layer, has_attention=False, state=None) for layer in spec.layers)
     own = replace(spec, layers=(*others, predictor.layer))
     names = (*predictor.renamed, *spec.names.renamed)
@@ -138,8 +138,8 @@ def load_predictor(model: Model, config: EngineConfig, block_size: int) -> Predi
 
 
 def model_identity(path: str | Path) -> ModelIdentity:
-    """Return the digest of config.json, of every byte of the weights, and of tokenizer.json where there is one; or of a
-    .gguf file, which is all three. Raises ModelError where config.json is missing."""
+    """Return the digests of config.json, of every byte of the weights, and of tokenizer.json if it exists; a .gguf file
+    is all three. Raises ModelError if config.json is missing."""
     folder = Path(path)
     if is_gguf(folder):
         return identity_of(b"gguf", _sha256(folder).encode(), b"")
@@ -154,7 +154,7 @@ def model_identity(path: str | Path) -> ModelIdentity:
 def _attention_shape(
     spec: ModelSpec, shard: Shard, compute: torch.dtype, device: torch.device, kv_form: str, block_size: int
 ) -> AttentionShape:
-    """Return what attention sees of a rank's part of a model."""
+    """Return the attention shape of a rank's part of a model."""
     return AttentionShape(
         num_heads=len(shard.range_of(spec.num_heads)),
         num_kv_heads=len(shard.kv_heads(spec.num_kv_heads)),
@@ -172,7 +172,7 @@ def _attention_shape(
 
 
 def _read_ropes(spec: ModelSpec, config: EngineConfig) -> list[Rope]:
-    """Return the ropes of a model, on the CPU. Raises ModelError for values that are wrong."""
+    """Return the ropes of a model, on the CPU. Raises ModelError for wrong values."""
     try:
         return [Rope(rope, spec.head_dim, config.max_model_len or spec.context) for rope in spec.ropes]
     except WRONG_VALUE as error:
@@ -184,7 +184,7 @@ def _model_class(
     collectives: Collectives | None, stage: PipelineStage | None, stages: StageCollectives | None,
     pipeline: PipelineLeader | None,
 ) -> Callable[..., Model]:  # fmt: skip
-    """Return what makes the model of this process, of the arguments of Model: whole, of a rank, or of a stage."""
+    """Return the constructor of this process's model, with the arguments of Model: whole, of a rank, or of a stage."""
     if stages is not None:
         assert stage is not None
         return partial(NextDeviceStage if stage.index else FirstDeviceStage, stages)

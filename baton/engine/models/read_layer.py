@@ -1,4 +1,4 @@
-"""Read one layer of a model as its spec describes it, and what an adapter adds to it."""
+"""Read one layer of a model as its spec describes it, and the low-rank pairs that an adapter adds to it."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 def read_layer(
     spec: ModelSpec, index: int, source: WeightSource, linears: Linears, make_router: MakeRouter | None, shard: Shard
 ) -> Layer:
-    """Return the part `shard` of layer `index`. Raises ModelError for a tensor that is missing or differs."""
+    """Return the part `shard` of layer `index`. Raises ModelError if a tensor is missing or does not fit."""
     prefix, hidden, names = f"model.layers.{index}.", spec.hidden_size, spec.names
 
     def norm(name: str) -> Norm | None:
@@ -48,7 +48,7 @@ def read_layer(
     def head_norm(name: str, num_heads: int, own: range) -> Norm | None:
         if not of.has_attention or not spec.qk_norm:
             return None
-        if spec.qk_norm == "unit":  # a rope changes no length: it may be behind the norm
+        if spec.qk_norm == "unit":  # a rope changes no length, so it may follow the norm
             return None if of.rope is None else WideNorm(spec.norm, torch.ones(spec.head_dim, device=source.device))
         return _read_head_norm(spec, source, f"{prefix}self_attn.{name}", num_heads, order, own)
 
@@ -81,7 +81,7 @@ def read_layer(
 def _read_attention(
     spec: ModelSpec, prefix: str, order: torch.Tensor | None, source: WeightSource, linears: Linears, shard: Shard
 ) -> tuple[LinearKernel, LinearKernel]:
-    """Return what gives a rank's queries, keys and values, and what mixes its heads."""
+    """Return the products for a rank's queries, keys and values, and for the output of its heads."""
     heads, kv_heads = shard.range_of(spec.num_heads), shard.kv_heads(spec.num_kv_heads)
     if spec.latent is not None:
         qkv, output = read_latent(spec, f"{prefix}self_attn.", order, source, linears, heads)
@@ -98,7 +98,7 @@ def _read_attention(
 
 
 def scaled(kernel: LinearKernel | None, factors: tuple[float, ...], sizes: Sequence[int]) -> LinearKernel | None:
-    """Return a kernel whose outputs, in parts of `sizes`, are multiplied by `factors`; as it is where all are 1."""
+    """Return a kernel whose outputs, in parts of `sizes`, are multiplied by `factors`; the same kernel if all are 1."""
     if kernel is None or all(factor == 1 for factor in factors):
         return kernel
     return ScaledLinear(kernel, torch.cat([torch.full((size,), by) for by, size in zip(factors, sizes, strict=True)]))
@@ -107,8 +107,8 @@ def scaled(kernel: LinearKernel | None, factors: tuple[float, ...], sizes: Seque
 def read_mixer(
     model: ModelSpec, spec: StateSpec, module: str, source: WeightSource, linears: Linears
 ) -> "Mixer | GpuMixer":  # fmt: skip
-    """Return a rank's part of what mixes tokens by a state. Raises ModelError for a tensor that is missing or
-    differs."""
+    """Return a rank's part of a layer that mixes tokens by a state. Raises ModelError if a tensor is missing or does
+    not fit."""
     part: StatePart = StatePart(spec, linears.shard)
     if isinstance(spec, DeltaNetSpec):
         return _read_delta_net(model, part, module, source, linears)
@@ -119,12 +119,12 @@ def read_mixer(
 
 
 def on_gpu(device: torch.device) -> bool:
-    """Return whether Triton's kernels fold states there."""
+    """Return whether Triton's kernels fold states on this device."""
     return device.type != "cpu"
 
 
 def state_kernels(spec: StateSpec) -> str:
-    """Return what folds states of these sizes on a CPU: native or torch. Stages without such a layer say it too."""
+    """Return what folds states of these sizes on a CPU: native or torch. Stages without such a layer report it too."""
     if isinstance(spec, DeltaNetSpec):
         why = delta_net.unfit(spec)
     elif isinstance(spec, MambaSpec):
@@ -136,7 +136,7 @@ def state_kernels(spec: StateSpec) -> str:
 
 
 def _taps_first(weight: Tensor, channels: Tensor) -> Tensor:
-    """A convolution's weight of each channel [channels, 1, taps] -> fp32 [taps, channels of a part]."""
+    """Transpose a convolution's weight [channels, 1, taps] -> fp32 [taps, channels of a part]."""
     return weight[channels].float().squeeze(1).t().contiguous()
 
 
@@ -222,7 +222,7 @@ def _read_delta_net(
 
 
 def _read_split(part: StatePart[DeltaNetSpec], module: str, linears: Linears, hidden_size: int) -> LinearKernel:
-    """Stored are gates, channels, and of each head how much it writes and forgets."""
+    """Read a projection stored as gates, channels, and how much each head writes and forgets."""
     heads, modules = part.whole.num_heads, [f"{module}.in_proj_{name}" for name in ("z", "qkv", "b", "a")]
     sizes = [part.whole.inner_size, part.whole.conv_size, heads, heads]
     of_heads = torch.arange(heads)[part.of_heads]
@@ -231,8 +231,8 @@ def _read_split(part: StatePart[DeltaNetSpec], module: str, linears: Linears, hi
 
 
 def _read_by_key_head(part: StatePart[DeltaNetSpec], module: str, linears: Linears, hidden_size: int) -> LinearKernel:
-    """Stored are of each head of keys q, k, and v and z of the heads that it serves; then how much they write and
-    forget."""
+    """Read a projection stored by key head: q, k, and v and z of the heads that it serves; then how much those write
+    and forget."""
     whole, spec = part.whole, part.spec
     heads, size = whole.num_heads, whole.conv_size + whole.inner_size
     served = heads // whole.num_key_heads
@@ -247,7 +247,7 @@ def _read_by_key_head(part: StatePart[DeltaNetSpec], module: str, linears: Linea
 
 def read_low_ranks(spec: ModelSpec, index: int, low_ranks: LowRanks, shard: Shard) -> dict[str, LowRank]:
     """Return what an adapter adds to the part `shard` of layer `index`, by the field of Layer: to attention, and to an
-    MLP that is no mixture. Raises ModelError for shapes that differ."""
+    MLP without experts. Raises ModelError for wrong shapes."""
     prefix = f"model.layers.{index}."
     heads, kv_heads = shard.range_of(spec.num_heads), shard.kv_heads(spec.num_kv_heads)
     sizes = [spec.hidden_size], spec.num_heads * spec.head_dim
@@ -267,7 +267,7 @@ def read_norm(spec: NormSpec, source: WeightSource, name: str, size: int) -> Nor
 
 
 def read_sinks(spec: ModelSpec, source: WeightSource, shard: Shard, layers: range) -> torch.Tensor:
-    """Return the sinks of all layers, fp32 [layers, heads of this rank]; zeros of those that are not in `layers`."""
+    """Return the sinks of all layers, fp32 [layers, heads of this rank], with zeros for layers not in `layers`."""
     own = shard.range_of(spec.num_heads)
     found = {index: source.tensor(f"model.layers.{index}.self_attn.sinks", spec.num_heads) for index in layers}
     nothing = torch.zeros(spec.num_heads)
@@ -277,8 +277,8 @@ def read_sinks(spec: ModelSpec, source: WeightSource, shard: Shard, layers: rang
 def read_head(
     spec: ModelSpec, source: WeightSource, linears: Linears, embedding: Callable[[Tensor], Tensor]
 ) -> LinearKernel:
-    """Return a rank's part of the output head, as large as every other's; `embedding`: as the source gave it. Raises
-    ModelError for a tensor that is missing or differs."""
+    """Return a rank's part of the output head, equally large on every rank. `embedding`: as the source returned it.
+    Raises ModelError if a tensor is missing or does not fit."""
     vocab_size, hidden = spec.vocab_size, spec.hidden_size
     missing = -vocab_size % linears.shard.degree
     if not spec.tied:
@@ -294,7 +294,7 @@ def _order(spec: ModelSpec, index: int) -> torch.Tensor | None:
 
 
 def _of_heads(order: torch.Tensor, heads: range) -> torch.Tensor:
-    """The order of one head's elements, for heads one after the other."""
+    """Repeat the order of one head's elements for several heads."""
     return (torch.tensor(heads).unsqueeze(1) * len(order) + order).flatten()
 
 
@@ -314,7 +314,7 @@ def _read_qkv(
             orders = [torch.cat([part + start for part, start in zip(orders, starts, strict=True)])]
         sizes = [sum(sizes)]
     modules = [prefix + name for name in spec.names.qkv]
-    if spec.attention_gate:  # gates behind all: q's module once more
+    if spec.attention_gate:  # gates follow q, k and v: the module of q once more
         of_query = torch.arange(2 * sizes[0]).view(-1, 2, spec.head_dim)
         queries, gates = of_query[:, 0].flatten(), of_query[heads.start : heads.stop, 1].flatten()
         orders = orders or [torch.arange(size) for size in sizes]
@@ -326,7 +326,7 @@ def _read_qkv(
 
 def _read_mlp(spec: ModelSpec, prefix: str, linears: Linears | LowRanks):
     hidden, size, names = spec.hidden_size, spec.intermediate_size, spec.names
-    padding = -size % VECTOR_STRIDE  # rows have the length that an activation needs
+    padding = -size % VECTOR_STRIDE  # rows get the length that an activation needs
     modules = [prefix + name for name in names.gate_up]
     parts = (1 + spec.gated) // len(modules)
     sizes = [parts * size] * len(modules)

@@ -1,4 +1,4 @@
-"""The table of served families, and from a model folder or a .gguf file to its spec."""
+"""The table of served families, and the reader of a spec from a model folder or a .gguf file."""
 
 import os
 from collections.abc import Callable, Mapping
@@ -56,8 +56,8 @@ ARCHITECTURES: dict[str, Callable[[Config], ModelSpec]] = {
 
 
 class TextModel(NamedTuple):
-    """A text model within another: what it is called alone, the `model_type` of its `text_config`, where its tensors
-    stand, and what the config leaves out. What is around it stays unread."""
+    """Describe a text model within another: its architecture by itself, the `model_type` of its `text_config`, the
+    prefix of its tensors, and config values that are left out. The rest of the outer model is not read."""
 
     architecture: str
     model_type: str
@@ -78,9 +78,10 @@ AROUND = {
 
 
 def read_spec(folder: str | Path) -> ModelSpec:
-    """Return what config.json and, where there is one, generation_config.json say; or the metadata of a .gguf file.
+    """Return what config.json and, if present, generation_config.json say, or the metadata of a .gguf file.
 
-    Raises ModelError."""
+    Raises ModelError.
+    """
     folder = Path(folder)
     if is_gguf(folder):
         return _from_gguf(folder)
@@ -99,7 +100,7 @@ def read_spec(folder: str | Path) -> ModelSpec:
 
 
 def _from_gguf(path: Path) -> ModelSpec:
-    # Not above: settings of a worker import this, and its --help should not wait for numpy.
+    # Imported late: a worker's settings import this module, and its --help should not wait for numpy.
     from baton.engine.core.gguf_file import GGUFFile, config_of
 
     file = GGUFFile(path)
@@ -124,8 +125,9 @@ def _spec(folder: Path, config: dict, generation: dict) -> ModelSpec:
 
 
 def _read(architecture: str, config: Config) -> ModelSpec:
-    """Raises ValueError for a router that the family's reader does not know, and for what transformers does with every
-    family and none of the readers here: attention that sees what comes after, layers with values of their own."""
+    """Read a config by its family. Raises ValueError for a router that the family's reader does not know, and
+    for options of transformers that no reader here supports: attention to later tokens, and layers with their
+    own values."""
     config.refuse("is_causal", True)
     config.refuse("per_layer_config", {})
     spec = ARCHITECTURES[architecture](config)
@@ -140,7 +142,7 @@ def _within(model: TextModel, folder: Path, config: dict, generation: dict) -> M
     if (found := text.get("model_type", model.model_type)) != model.model_type:
         raise ValueError(f"text_config is of model_type {found!r:.40}; what is served within is {model.model_type!r}")
     values = {**model.left_out, **config, **text}
-    if (tied := config.get("tie_word_embeddings")) is not None:  # the head stands in the model around
+    if (tied := config.get("tie_word_embeddings")) is not None:  # the head is a tensor of the outer model
         values["tie_word_embeddings"] = tied
     spec = _read(model.architecture, Config(folder, values, generation))
     return replace(spec, names=replace(spec.names, renamed=(*model.renamed, *spec.names.renamed)))
