@@ -1,2 +1,2 @@
-"""Layers that fold each token into a state of fixed size, in place of KV: one token after the other, whatever the
-chunks."""
+"""Layers that fold each token into a state of fixed size instead of keeping KV, one token after the other, however a
+prompt is divided into chunks."""

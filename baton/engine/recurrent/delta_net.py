@@ -36,7 +36,7 @@ LENGTH_EPS = 1e-6  # added to squared lengths of queries and keys
 
 
 class _DeltaNet(ctypes.Structure):
-    """`DeltaNet` of native/layers/delta_net.cpp."""
+    """Mirror `DeltaNet` of native/layers/delta_net.cpp."""
 
     _fields_ = [
         ("conv", Convolution),
@@ -49,16 +49,16 @@ class _DeltaNet(ctypes.Structure):
 
 @dataclass(frozen=True, slots=True)
 class DeltaNetParameters:
-    """Of one layer, fp32."""
+    """Hold the parameters of one layer, fp32."""
 
     conv_weight: Tensor  # [taps, channels], the oldest tap first
     step_bias: Tensor  # [heads]
     decay: Tensor  # [heads], below 0
-    norm_weight: Tensor  # [value_dim], of every head
+    norm_weight: Tensor  # [value_dim], the same for every head
 
 
 class DeltaNetMixer(Mixer[DeltaNetSpec]):
-    """One layer of gated delta net."""
+    """Run one layer of gated delta net."""
 
     def __init__(
         self, part: StatePart[DeltaNetSpec], parameters: DeltaNetParameters, projection: LinearKernel, output: LinearKernel,
@@ -82,7 +82,8 @@ class DeltaNetMixer(Mixer[DeltaNetSpec]):
         return state, (state * query).sum(1).flatten()
 
     def _of_length_one(self, rows: Tensor) -> Tensor:
-        """Rows of all heads of keys -> [heads, key_dim, 1], each for the heads that it serves."""
+        """Norm the rows of all key heads to length one -> [heads, key_dim, 1], each repeated for the heads that it
+        serves."""
         spec = self.spec
         rows = rows.view(spec.num_key_heads, spec.key_dim)
         rows = rows * ((rows * rows).sum(1, keepdim=True) + LENGTH_EPS).rsqrt()
@@ -102,7 +103,7 @@ def unfit(spec: DeltaNetSpec) -> str:
 def _native_layer(
     part: StatePart[DeltaNetSpec], own: DeltaNetParameters, kind: int, collectives: Collectives | None
 ) -> _DeltaNet:  # fmt: skip
-    """Holds addresses: the parameters and the collectives must live as long."""
+    """Return the native struct, which holds addresses: the parameters and the collectives must outlive it."""
     spec = part.spec
     return _DeltaNet(
         convolution(part, kind, own.conv_weight, None), spec.num_heads, spec.num_key_heads, spec.key_dim,

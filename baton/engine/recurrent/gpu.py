@@ -1,5 +1,5 @@
-"""Layers with a state on a GPU: between the two products three launches, or of Mamba those and the products of its rows
-(kernels/state). Nothing is counted on the host, so that steps are captured as CUDA graphs."""
+"""Layers with a state on a GPU: three launches between the two products, or for Mamba those plus the products of its
+rows (kernels/state). Nothing is counted on the host, so steps can be captured as CUDA graphs."""
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
@@ -24,27 +24,27 @@ from baton.engine.recurrent.mamba2 import Mamba2Parameters
 from baton.protocol import MAX_DRAFT_TOKENS
 
 Spec = TypeVar("Spec", bound=StateSpec)
-ROWS, CHANNELS = 8, 128  # of the convolution at a time
-CHUNK = 64  # tokens of a prompt at a time: prompts are cut at spans of as many
-# fp32 elements of a state that a program holds: 32 registers a thread of four warps, or of one.
+ROWS, CHANNELS = 8, 128  # that the convolution handles together
+CHUNK = 64  # tokens of a prompt handled together: prompts are divided at multiples
+# fp32 elements of a state per program: 32 registers for each thread of four warps, or of one.
 FOUR_WARPS, ONE_WARP = 4096, 1024
-MIN_PRODUCT, CHUNK_VALUES = 16, 32  # of a product's sides; of a head's values in one program
+MIN_PRODUCT, CHUNK_VALUES = 16, 32  # the shortest side of a product; values of a head per program
 CHUNK_OPTIONS = {"num_warps": 8, "num_stages": 1}
-GATED = 1024  # elements of a row that is not normed, at a time
+GATED = 1024  # elements of an unnormed row that are handled together
 
 
 @dataclass(frozen=True, slots=True)
 class GpuStatePlan:
-    """One step: its sequences on the device, and the pool's states."""
+    """Describe one step: its sequences on the device, and the pool's states."""
 
     table: SeqTable
-    rows: Tensor  # int32 [S, 4], as kernels/state/inputs.py says
+    rows: Tensor  # int32 [S, 4], see kernels/state/inputs.py
     states: StatePool
     num_tokens: int
 
     @property
     def extra(self) -> int:
-        """Return the inputs that a sequence may have before its rows."""
+        """Return the number of inputs that a sequence may have before its rows."""
         return 0 if self.states.drafts is None else MAX_DRAFT_TOKENS
 
     @property
@@ -53,29 +53,29 @@ class GpuStatePlan:
 
     @property
     def num_inputs(self) -> int:
-        """Return the rows of inputs that a step has room for."""
+        """Return the number of input rows that a step has room for."""
         return self.num_tokens + self.extra * self.num_seqs
 
     def of_layer(self, layer: int) -> tuple[Tensor, Tensor | None]:
-        """Return the states of a layer of those with one, fp32 [blocks, elements], the first block last, and the inputs
-        of proposals, [blocks, MAX_DRAFT_TOKENS, channels and scalars]."""
+        """Return the states of a layer, counted among those with one, fp32 [blocks, elements] with the first block
+        last, and the inputs of proposals, [blocks, MAX_DRAFT_TOKENS, channels and scalars]."""
         drafts = self.states.drafts
         return self.states.blocks[:, layer], None if drafts is None else drafts[:, layer]
 
 
 class GpuMixer(ABC, Generic[Spec]):
-    """One layer, whole. Rows do not depend on what else is in their batch, nor on where chunks of their sequence begin;
-    of one that is not `exact`, on where they begin at multiples of CHUNK."""
+    """Run one whole layer. Rows do not depend on what shares their batch, nor on where chunks of their sequence begin;
+    if it is not `exact`, chunks have to begin at multiples of CHUNK for that."""
 
-    _normed_parts = (0, 0)  # of the channels that are brought to length one, and their size
+    _normed_parts = (0, 0)  # number of channel groups that are normed to length one, and their size
     _query_scale = 1.0
 
     def __init__(
         self, spec: Spec, conv_weight: Tensor, conv_bias: Tensor | None, projection: LinearKernel, output: LinearKernel,
         exact: bool,
     ):  # fmt: skip
-        """conv_weight fp32 [taps, channels], conv_bias fp32 [channels], on the device. Not `exact`: prompts go by
-        chunks, where there is such a form."""
+        """Hold conv_weight fp32 [taps, channels] and conv_bias fp32 [channels], on the device. Without `exact`, prompts
+        are computed by chunks if the layer has such a form."""
         self.spec, self._exact = spec, exact
         self._conv_weight, self._conv_bias = conv_weight, conv_bias
         self._projection, self._output = projection, output
@@ -86,7 +86,7 @@ class GpuMixer(ABC, Generic[Spec]):
         return "triton" if self._exact else "triton-chunks"
 
     def _chunk(self, plan: GpuStatePlan) -> int:
-        """Return CHUNK where sequences of a step may go by chunks, else 0."""
+        """Return CHUNK if sequences of the step may be computed by chunks, else 0."""
         return 0 if self._exact or plan.table.max_query_len < CHUNK else CHUNK
 
     def plan(self, batch: ForwardBatch, states: StatePool) -> GpuStatePlan:
@@ -96,8 +96,8 @@ class GpuMixer(ABC, Generic[Spec]):
         return GpuStatePlan(table, table.states, states, len(batch.token_ids))
 
     def __call__(self, x: Tensor, plan: GpuStatePlan, layer: int) -> Tensor:
-        """Fold the rows x [>= T, hidden_size] into the states that layer `layer` of those with a state keeps -> what it
-        adds, of the same shape."""
+        """Fold the rows x [>= T, hidden_size] into the states of `layer`, counted among those with one; return the
+        layer's output in the same shape."""
         rows = self._projection(x)
         y = torch.empty(len(rows), self.spec.inner_size, dtype=torch.float32, device=rows.device)
         self._fold(self._convolve(rows, plan, layer), y, plan, layer)
@@ -125,7 +125,7 @@ class GpuMixer(ABC, Generic[Spec]):
 
     @abstractmethod
     def _fold(self, inputs: Tensor, y: Tensor, plan: GpuStatePlan, layer: int) -> None:
-        """Fold all inputs of a step into their states; y fp32 [T, inner] of its rows."""
+        """Fold all inputs of a step into their states; put the outputs in y, fp32 [T, inner]."""
 
     def _finish(self, y: Tensor, rows: Tensor) -> Tensor:
         """Return y fp32 [T, inner] gated by the projected rows [T, ..], in their dtype."""
@@ -145,7 +145,7 @@ class GpuMixer(ABC, Generic[Spec]):
 
 
 class GpuMamba2(GpuMixer[Mamba2Spec]):
-    """Mamba-2."""
+    """Run one layer of Mamba-2 on a GPU."""
 
     def __init__(
         self, spec: Mamba2Spec, parameters: Mamba2Parameters, projection: LinearKernel, output: LinearKernel,
@@ -182,7 +182,7 @@ class GpuMamba2(GpuMixer[Mamba2Spec]):
 
 
 class GpuDeltaNet(GpuMixer[DeltaNetSpec]):
-    """Gated delta net."""
+    """Run one layer of gated delta net on a GPU."""
 
     def __init__(
         self, spec: DeltaNetSpec, parameters: DeltaNetParameters, projection: LinearKernel, output: LinearKernel,
@@ -220,7 +220,7 @@ class GpuDeltaNet(GpuMixer[DeltaNetSpec]):
 
 
 class GpuMamba(GpuMixer[MambaSpec]):
-    """Mamba as Jamba has it."""
+    """Run one layer of Mamba, in Jamba's form, on a GPU."""
 
     def __init__(
         self, spec: MambaSpec, parameters: MambaParameters, projection: LinearKernel, output: LinearKernel,

@@ -1,6 +1,6 @@
-"""Mamba as Jamba has it, between its products before and behind: convolution, products of its rows, recurrence, gates.
+"""Mamba in Jamba's form, between its first and last product: convolution, products of its rows, recurrence, gates.
 
-state = state * exp(dt A) + (dt x) B       y = state C + D x       [inner, state_size], fp32
+    state = state * exp(dt A) + (dt x) B       y = state C + D x       [inner, state_size], fp32
 """
 
 import ctypes
@@ -24,32 +24,32 @@ from baton.engine.recurrent.plan import NUM_NEW, NUM_PENDING
 
 
 class _Mamba(ctypes.Structure):
-    """`Mamba` of native/layers/mamba.cpp."""
+    """Mirror `Mamba` of native/layers/mamba.cpp."""
 
     _fields_ = [("conv", Convolution), ("state_size", INT), ("decay", POINTER), ("skip", POINTER)]
 
 
 class _Selected(ctypes.Structure):
-    """`Selected` of native/layers/mamba.cpp."""
+    """Mirror `Selected` of native/layers/mamba.cpp."""
 
     _fields_ = [(name, POINTER) for name in ("x", "steps", "written", "read")]
 
 
 @dataclass(frozen=True, slots=True)
 class MambaParameters:
-    """Of one layer, fp32 but for the kernels."""
+    """Hold the parameters of one layer, fp32 apart from the kernels."""
 
     conv_weight: Tensor  # [taps, channels], the oldest tap first
     conv_bias: Tensor | None  # [channels]
-    selection: LinearKernel  # a row to what steps are made of, what is written, what is read; maybe more behind
-    norms: tuple[Tensor, ...]  # weights of each of the three
-    steps: LinearKernel  # to a step for each element
+    selection: LinearKernel  # a row -> the inputs of steps, what is written, what is read; maybe padding after them
+    norms: tuple[Tensor, ...]  # weights for each of the three
+    steps: LinearKernel  # inputs of steps -> a step for each element
     decay: Tensor  # [state_size, inner], below 0
     skip: Tensor  # [inner]
 
 
 class MambaMixer(Mixer[MambaSpec]):
-    """One layer of Mamba."""
+    """Run one layer of Mamba."""
 
     def __init__(
         self, part: StatePart[MambaSpec], parameters: MambaParameters, projection: LinearKernel, output: LinearKernel,
@@ -70,8 +70,8 @@ class MambaMixer(Mixer[MambaSpec]):
         return zip(rows, *self._select(torch.stack(rows)), strict=True)
 
     def _select(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Convolved rows fp32 [T, inner] -> steps [T, inner], what is written and what is read [T, state_size]. Rows do
-        not depend on each other."""
+        """Select from convolved rows fp32 [T, inner] -> steps [T, inner], what is written and what is read [T,
+        state_size]. Rows do not depend on each other."""
         spec, own = self.spec, self._parameters
         selected = own.selection(x.to(self._dtype)).float()[:, : sum(spec.selected_sizes)]
         parts = selected.split(spec.selected_sizes, dim=1)
@@ -107,6 +107,6 @@ def unfit(spec: MambaSpec) -> str:
 
 
 def _native_layer(part: StatePart[MambaSpec], own: MambaParameters, kind: int) -> _Mamba:
-    """Holds addresses: the parameters must live as long."""
+    """Return the native struct, which holds addresses: the parameters must outlive it."""
     conv = convolution(part, kind, own.conv_weight, own.conv_bias)
     return _Mamba(conv, part.spec.state_size, address(own.decay), address(own.skip))

@@ -33,7 +33,7 @@ from baton.engine.weights.leaves import MAX_LEAVES
 
 
 class _Mamba2(ctypes.Structure):
-    """`Mamba2` of native/layers/mamba2.cpp."""
+    """Mirror `Mamba2` of native/layers/mamba2.cpp."""
 
     _fields_ = [
         ("conv", Convolution),
@@ -47,7 +47,7 @@ class _Mamba2(ctypes.Structure):
 
 @dataclass(frozen=True, slots=True)
 class Mamba2Parameters:
-    """Of one layer, fp32."""
+    """Hold the parameters of one layer, fp32."""
 
     conv_weight: Tensor  # [taps, channels], the oldest tap first
     conv_bias: Tensor | None  # [channels]
@@ -58,7 +58,7 @@ class Mamba2Parameters:
 
 
 class Mamba2Mixer(Mixer[Mamba2Spec]):
-    """One layer of Mamba-2."""
+    """Run one layer of Mamba-2."""
 
     def __init__(
         self, part: StatePart[Mamba2Spec], parameters: Mamba2Parameters, projection: LinearKernel, output: LinearKernel,
@@ -99,10 +99,10 @@ def unfit(spec: Mamba2Spec) -> str:
 def _native_layer(
     part: StatePart[Mamba2Spec], own: Mamba2Parameters, kind: int, collectives: Collectives | None
 ) -> _Mamba2:  # fmt: skip
-    """Holds addresses: the parameters and the collectives must live as long."""
+    """Return the native struct, which holds addresses: the parameters and the collectives must outlive it."""
     spec, num_norms = part.spec, part.whole.norm_groups or 1
     span = part.span_of(num_norms) if spec.norm_groups else 1
-    leaves = max(1, MAX_LEAVES // num_norms)  # of a norm over all ranks
+    leaves = max(1, MAX_LEAVES // num_norms)  # leaves of a norm over all ranks
     while part.whole.inner_size // num_norms % (leaves * VECTOR):
         leaves //= 2
     return _Mamba2(

@@ -1,5 +1,5 @@
-"""What layers with a state have in common: a product before and one behind, and between them a fold over the tokens of
-each sequence, in C++ (native/layers) or here in torch: the text to read."""
+"""The common part of layers with a state: a product before and one after a fold over the tokens of each sequence, done
+in C++ (native/layers) or here in torch, the version to read."""
 
 import ctypes
 from abc import ABC, abstractmethod
@@ -26,14 +26,14 @@ Spec = TypeVar("Spec", bound=StateSpec)
 
 
 class Mixer(ABC, Generic[Spec]):
-    """One layer. Rows do not depend on what else is in their batch, nor on where chunks of their sequence begin."""
+    """Run one layer. Rows do not depend on what shares their batch, nor on where chunks of their sequence begin."""
 
     def __init__(
         self, part: StatePart[Spec], projection: LinearKernel, output: LinearKernel, struct: ctypes.Structure | None,
         function: str,
     ):  # fmt: skip
-        """`struct`: of the layer, as the native `function` takes it; None: torch computes it, a whole layer
-        alone. Raises ModelError for a part of one."""
+        """Run the layer's `struct` by the native `function`; without a struct torch computes it, but only a whole
+        layer. Raises ModelError for a part of one."""
         if struct is None and (degree := part.shard.degree) > 1:
             needed = "native kernels for layers with a state, whose sizes are multiples of 16"
             raise ModelError(f"tensor_parallel {degree}: needs {needed}: a rank would have {part.spec}")
@@ -45,13 +45,14 @@ class Mixer(ABC, Generic[Spec]):
             self._call = library.function(function, POINTER, POINTER, INT, POINTER, POINTER, INT, restype=INT)
 
     def _rows(self, inputs: Tensor, scalars: Tensor) -> Iterable[tuple[Tensor, ...]]:
-        """Inputs of the convolution [taps - 1 + T, channels], scalars [T, scalars] -> what `_token` takes of each
-        row."""
+        """Yield what `_token` takes of each row, from inputs of the convolution [taps - 1 + T, channels] and scalars
+        [T, scalars]."""
         return ((inputs[row : row + self.spec.taps], own) for row, own in enumerate(scalars))
 
     @abstractmethod
     def _token(self, state: Tensor, *row: Tensor) -> tuple[Tensor, Tensor]:
-        """State [*recurrence_shape], and of a token what `_rows` gives -> the state behind it and its row [inner]."""
+        """Fold a token, as `_rows` yields it, into the state [*recurrence_shape]; return the new state and the token's
+        row [inner]."""
 
     @abstractmethod
     def _finish(self, y: Tensor, gates: Tensor) -> Tensor:
@@ -67,8 +68,8 @@ class Mixer(ABC, Generic[Spec]):
         return StatePlan(self.spec, batch, states)
 
     def __call__(self, x: Tensor, plan: StatePlan, layer: int) -> Tensor:
-        """Fold the rows x [>= T, hidden_size] into the states that layer `layer` of those with a state keeps -> what it
-        adds, of the same shape."""
+        """Fold the rows x [>= T, hidden_size] into the states of `layer`, counted among those with one; return the
+        layer's output in the same shape."""
         rows = self._projection(x)
         mixed = rows.new_zeros(len(rows), self.spec.inner_size)
         if self._native is None:
@@ -79,13 +80,13 @@ class Mixer(ABC, Generic[Spec]):
         return self._output(mixed)
 
     def _mix(self, rows: Tensor, out: Tensor, segments: np.ndarray) -> None:
-        """Do all rows of a step natively."""
+        """Compute all rows of a step natively."""
         assert self._native is not None
         pointers = segments.ctypes.data, len(segments), rows.data_ptr(), out.data_ptr()
         check(self._call(ctypes.addressof(self._native), *pointers, torch.get_num_threads()))
 
     def _fold(self, rows: Tensor, mixed: Tensor, seq: SeqSlice, plan: StatePlan, layer: int) -> None:
-        """Do the rows of one sequence, token by token."""
+        """Compute the rows of one sequence, token by token."""
         held = seq.held_state
         spec, state, num_pending = self.spec, plan.state(seq, layer), held.num_pending
         own = slice(seq.query_start, seq.query_start + seq.query_len)
@@ -114,6 +115,6 @@ class Mixer(ABC, Generic[Spec]):
 
 
 def convolved(inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Inputs and weight [taps, channels] -> a row behind convolution and activation, [channels]."""
+    """Convolve inputs with weight [taps, channels] each, and activate -> a row [channels]."""
     row = (inputs * weight).sum(0)
     return F.silu(row if bias is None else row + bias)

@@ -1,4 +1,4 @@
-"""What native kernels of layers with a state take: structs, and the sizes that they can compute with."""
+"""The arguments of native kernels for layers with a state: structs, and the sizes that they support."""
 
 import ctypes
 
@@ -13,7 +13,7 @@ POINTER, INT, DOUBLE = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
 
 
 class Convolution(ctypes.Structure):
-    """`Convolution` of native/layers/recurrent.h."""
+    """Mirror `Convolution` of native/layers/recurrent.h."""
 
     _fields_ = [
         *((name, INT) for name in ("kind", "first", "size", "taps", "row_size", "num_scalars", "first_scalar")),
@@ -23,13 +23,14 @@ class Convolution(ctypes.Structure):
 
 
 class Meeting(ctypes.Structure):
-    """`Meeting` of native/layers/recurrent.h."""
+    """Mirror `Meeting` of native/layers/recurrent.h."""
 
     _fields_ = [("ranks", POINTER), ("span", INT)]
 
 
 def convolution(part: StatePart, kind: int, weight: Tensor, bias: Tensor | None) -> Convolution:
-    """Return the struct of weight [taps, channels] and bias [channels], which must live as long; `kind`: of rows."""
+    """Return the struct of weight [taps, channels] and bias [channels], which must outlive it; `kind`: dtype of
+    rows."""
     spec, runs = part.spec, part.channel_runs
     firsts, sizes = (3 * INT)(*(run.start for run in runs)), (3 * INT)(*map(len, runs))
     return Convolution(
@@ -40,7 +41,7 @@ def convolution(part: StatePart, kind: int, weight: Tensor, bias: Tensor | None)
 
 
 def meeting(part: StatePart, collectives: Collectives | None, span: int = 1) -> Meeting:
-    """Return the struct of ranks of which `span` neighbours share a norm; `collectives` must live as long."""
+    """Return the struct of ranks, of which `span` neighbours share a norm; `collectives` must outlive it."""
     if collectives is None or (span == 1 and not part.shares_channels):
         return Meeting(None, 1)
     return Meeting(collectives.address, span)
@@ -51,7 +52,7 @@ def address(tensor: Tensor | None) -> int | None:
 
 
 def unfit_sizes(**sizes: int) -> str:
-    """Return why native kernels cannot compute with these sizes, by name; "" if they can."""
+    """Return why native kernels cannot compute with these named sizes; "" if they can."""
     if native.library() is None:
         return native.unavailable()
     return next((f"{name} {size} is not a multiple of {VECTOR}" for name, size in sizes.items() if size % VECTOR), "")

@@ -1,4 +1,4 @@
-"""The sequences of a step as layers with a state take them."""
+"""Describe the sequences of a step for layers with a state."""
 
 import numpy as np
 from torch import Tensor
@@ -11,7 +11,7 @@ NUM_NEW, NUM_PENDING, _STATE, _DRAFTS = 1, 3, 5, 6  # columns of `segments`
 
 
 class StatePlan:
-    """One step. `segments`: int64 [S, 7] as `Segment` of native/layers/recurrent.h, of the first layer."""
+    """Hold one step. `segments`: int64 [S, 7] as `Segment` of native/layers/recurrent.h, for the first layer."""
 
     def __init__(self, spec: StateSpec, batch: ForwardBatch, states: StatePool):
         self.seqs, self._states, self._spec = batch.seqs, states, spec
@@ -22,14 +22,14 @@ class StatePlan:
         self._draft_bytes = 4 * self._draft_elements * (self._num_draft_rows())
 
     def segments(self, layer: int) -> np.ndarray:
-        """Return the segments of layer `layer` of those that keep a state."""
+        """Return the segments of `layer`, counted among those that keep a state."""
         own = self._segments.copy()
         own[:, _STATE] += layer * self._layer_bytes
         own[:, _DRAFTS] += (own[:, _DRAFTS] != 0) * layer * self._draft_bytes
         return own
 
     def state(self, seq: SeqSlice, layer: int) -> Tensor:
-        """Return what a layer keeps of a sequence, fp32 [elements]."""
+        """Return a layer's state of a sequence, fp32 [elements]."""
         return self._states.of(seq.held_state.state_id)[layer]
 
     def drafts(self, seq: SeqSlice, layer: int) -> Tensor:
