@@ -1,1 +1,1 @@
-"""The forms that a weight can have; read forms first."""
+"""The forms that a weight can have. Read forms.py first."""

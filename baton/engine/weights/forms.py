@@ -1,6 +1,6 @@
-"""The forms a linear weight can have once it is read. A format reads into one of them, a kernel applies it.
+"""The forms of a linear weight in memory. A format reads into one of them, a kernel applies it.
 
-Every form is [out_features, in_features] and knows its own dequantization, the reference of all kernels.
+Every form is [out_features, in_features] and knows its own dequantization, the reference for all kernels.
 """
 
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class DenseWeight:
-    """Floating point, as it is."""
+    """Hold floating-point values."""
 
     values: Tensor  # [out, in] fp32 | bf16 | fp16
 
@@ -20,13 +20,14 @@ class DenseWeight:
         return tuple(self.values.shape)
 
     def dequantize(self) -> Tensor:
-        """fp32 [out, in]."""
+        """Return fp32 [out, in]."""
         return self.values.float()
 
 
 @dataclass(frozen=True, slots=True)
 class Outliers:
-    """Input columns that stay in floating point (LLM.int8, arXiv 2208.07339); they are zero in the integer part."""
+    """Hold input columns that stay in floating point (LLM.int8, arXiv 2208.07339); they are zero in the integer
+    part."""
 
     columns: Tensor  # int64 [C], ascending
     values: Tensor  # bf16 [out, C]
@@ -45,10 +46,10 @@ class IntWeight:
     bits: int  # 4 | 8
     values: Tensor  # int8 [out, in] at 8 bits; uint8 [out, in // 2] at 4: q + 8, even column in the low half
     scales: Tensor  # fp32 [out, in // group]
-    group: int  # inputs per scale; in_features: one scale a row
-    offsets: Tensor | None = None  # fp32 as scales; None: symmetric
+    group: int  # inputs per scale; in_features: one scale per row
+    offsets: Tensor | None = None  # fp32, shaped as scales; None: symmetric
     order: Tensor | None = None  # int64 [in]
-    activations: str = "none"  # "none": as they come | "dynamic": int8 per row, symmetric, scale = max |x| / 127
+    activations: str = "none"  # "none": not rounded | "dynamic": int8 per row, symmetric, scale = max |x| / 127
     outliers: Outliers | None = None
 
     @property
@@ -56,14 +57,14 @@ class IntWeight:
         return self.values.shape[0], self.values.shape[1] * (8 // self.bits)
 
     def integers(self) -> Tensor:
-        """q, int8 [out, in]."""
+        """Return q, int8 [out, in]."""
         if self.bits == 8:
             return self.values
         low, high = self.values & 15, self.values >> 4
         return (torch.stack((low, high), dim=2).flatten(1).to(torch.int8)) - 8
 
     def dequantize(self) -> Tensor:
-        """fp32 [out, in], in the model's order of inputs."""
+        """Return fp32 [out, in], in the model's order of inputs."""
         q = self.integers().float().unflatten(1, (-1, self.group))
         w = q * self.scales.unsqueeze(2)
         if self.offsets is not None:
@@ -78,20 +79,21 @@ class IntWeight:
 
 @dataclass(frozen=True, slots=True)
 class Fp8Weight:
-    """8-bit floats with a scale per block of outputs and inputs; [1, 1] scales are per tensor, [out, 1] per row."""
+    """Hold 8-bit floats with a scale per block of outputs and inputs; [1, 1] scales are per tensor, [out, 1]
+    per row."""
 
     values: Tensor  # float8_e4m3fn [out, in]
     scales: Tensor  # fp32 [ceil(out / block_out), ceil(in / block_in)]
     block: tuple[int, int]  # (block_out, block_in)
     activations: str = "none"  # none | dynamic (e4m3 per row) | dynamic-block (per row and block_in) | static
-    input_scale: float | None = None  # of static activations
+    input_scale: float | None = None  # for static activations
 
     @property
     def shape(self) -> tuple[int, int]:
         return tuple(self.values.shape)
 
     def dequantize(self) -> Tensor:
-        """fp32 [out, in]."""
+        """Return fp32 [out, in]."""
         rows, columns = self.shape
         spread = self.scales.repeat_interleave(self.block[0], 0)[:rows].repeat_interleave(self.block[1], 1)[:, :columns]
         return self.values.float() * spread
@@ -101,13 +103,13 @@ Weight = DenseWeight | IntWeight | Fp8Weight
 
 
 def pack_int4(q: Tensor) -> Tensor:
-    """int8 [out, in] in [-8, 7] to the stored form, uint8 [out, in // 2]."""
+    """Pack int8 [out, in] in [-8, 7] to the stored form, uint8 [out, in // 2]."""
     halves = (q + 8).to(torch.uint8).unflatten(1, (-1, 2))
     return halves[..., 0] | (halves[..., 1] << 4)
 
 
 def form_name(weight: Weight) -> str:
-    """A short name: bf16, int8-dynamic, int4-g128, int4-g32-asym, fp8-row-dynamic, fp8-128x128-dynamic-block."""
+    """Return a short name: bf16, int8-dynamic, int4-g128, int4-g32-asym, fp8-row-dynamic, fp8-128x128-dynamic-block."""
     if isinstance(weight, DenseWeight):
         return {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}[weight.values.dtype]
     activations = [] if weight.activations == "none" else [weight.activations]

@@ -1,10 +1,10 @@
-"""The order of a sum over all inputs that several devices may share: a tree whose leaves do not depend on how many they
-are.
+"""The order of a sum over all inputs that several devices may share: a tree whose leaves do not depend on the number of
+devices.
 
-The inputs of a weight are cut into 8 leaves of equal length (4, 2 or 1 where 8 do not fit). A leaf is summed in fp32
-from zero, in its kernel's own order and with its scales; then neighbours are added, their sums, and so on. A rank of a
-power of two that holds its part of the inputs holds whole leaves, and what it adds up is a branch of the tree: the
-branches, added by the same tree, have the bits of one device. The bias is added behind the tree, once.
+The inputs of a weight are divided into 8 leaves of equal length (4, 2 or 1 if 8 do not fit). A leaf is summed in fp32
+from zero, in its kernel's own order and with its scales; then neighbours are added, then their sums, and so on. With a
+power of two of ranks, a rank's part of the inputs consists of whole leaves, and its sum is a branch of the tree: the
+branches, added by the same tree, have the bits of one device. The bias is added once, after the tree.
 """
 
 from collections.abc import Sequence
@@ -15,15 +15,15 @@ from torch import Tensor
 from baton.engine.weights.forms import DenseWeight, Fp8Weight, IntWeight, Outliers, Weight
 
 MAX_LEAVES = 8
-ROW_BLOCK = 128  # inputs that share an activation scale where an integer weight itself has no groups
-VECTOR = 16  # inputs: rows are padded to whole vectors, and a padded leaf would be another one
+ROW_BLOCK = 128  # inputs that share an activation scale if an integer weight has no groups of its own
+VECTOR = 16  # inputs: rows are padded to whole vectors, and a padded leaf would differ from one that is not
 
 
 def leaves_of(weight: Weight) -> int:
-    """Return how many leaves the inputs of a whole weight have: 8, 4, 2 or 1, whole groups each."""
+    """Return the number of leaves of a whole weight's inputs: 8, 4, 2 or 1, whole groups each."""
     num_in = weight.shape[1]
     if isinstance(weight, IntWeight) and weight.outliers is not None:
-        # Outliers are in the model's order. On a GPU they are a product of their own.
+        # Outliers are in the model's order. On a GPU they are a separate product.
         if weight.order is not None or weight.values.is_cuda:
             return 1
     unit = _inputs_per_sum(weight)
@@ -47,16 +47,16 @@ def _inputs_per_sum(weight: Weight) -> int:
 
 
 def combined(parts: Sequence[Tensor]) -> Tensor:
-    """Add fp32 sums of leaves, or of branches, by the tree; a power of two of them."""
+    """Add fp32 sums of leaves or branches by the tree; their number is a power of two."""
     while len(parts) > 1:
         parts = [left + right for left, right in zip(parts[::2], parts[1::2], strict=True)]
     return parts[0]
 
 
 def inputs_of(weight: Weight, rank: int, degree: int) -> Weight:
-    """Return the inputs [rank * in / degree, (rank + 1) * in / degree) of a weight in its form, as stored: where that
-    is another order than the model's, the part takes its inputs as `order_of` names them. `degree` divides the leaves
-    of the weight."""
+    """Return the inputs [rank * in / degree, (rank + 1) * in / degree) of a weight in its form, as stored. If they are
+    stored in another order than the model's, `order_of` names the inputs of the part. `degree` divides the leaves of
+    the weight."""
     size = weight.shape[1] // degree
     begin = rank * size
     if isinstance(weight, IntWeight):
@@ -68,7 +68,7 @@ def inputs_of(weight: Weight, rank: int, degree: int) -> Weight:
 
 
 def order_of(weight: Weight, rank: int, degree: int) -> Tensor | None:
-    """Return which inputs, in the model's order, int64, the part that `inputs_of` returns multiplies; None: its own."""
+    """Return which inputs in the model's order, int64, the part from `inputs_of` multiplies; None: its own."""
     if not isinstance(weight, IntWeight) or weight.order is None:
         return None
     size = weight.shape[1] // degree

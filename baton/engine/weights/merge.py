@@ -1,4 +1,4 @@
-"""Weights that share their input as one, some rows of a weight, and zero rows and columns around it."""
+"""Merge weights that share their input, take some rows of a weight, and pad it with zero rows and columns."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -11,7 +11,7 @@ from baton.engine.weights.forms import DenseWeight, Fp8Weight, IntWeight, Weight
 
 
 def merge(parts: Sequence[Weight]) -> list[Weight]:
-    """The parts one above the other, neighbours whose forms agree as one weight; one entry if all do."""
+    """Return the parts one above the other, with neighbours of the same form merged; a single entry if all are."""
     merged = [parts[0]]
     for part in parts[1:]:
         if _agree(merged[-1], part):
@@ -22,7 +22,8 @@ def merge(parts: Sequence[Weight]) -> list[Weight]:
 
 
 def pad(weight: Weight, rows: int = 0, columns: int = 0) -> Weight:
-    """Rows of zeros below; columns to the right that inputs of zero meet, so their values do not matter.
+    """Return a weight with rows of zeros below and columns to the right, whose values do not matter since they meet
+    inputs of zero.
 
     Columns that do not fill whole groups turn a grouped weight into a dense one.
     """
@@ -36,7 +37,7 @@ def pad(weight: Weight, rows: int = 0, columns: int = 0) -> Weight:
 
 
 def take_rows(weight: Weight, rows: Tensor) -> Weight:
-    """Rows of a weight in the order of `rows`, int64 [R], in its form."""
+    """Return rows of a weight in the order of `rows`, int64 [R], in its form."""
     values = weight.values.view(torch.uint8) if isinstance(weight, Fp8Weight) else weight.values
     values = values[rows]
     if isinstance(weight, DenseWeight):
@@ -57,7 +58,7 @@ def take_rows(weight: Weight, rows: Tensor) -> Weight:
 
 
 def split_rows(weight: Weight, parts: int) -> list[Weight]:
-    """Return the parts, of equal size, that stand one above the other."""
+    """Return the parts, of equal size, that lie one above the other."""
     if parts == 1:
         return [weight]
     return [take_rows(weight, rows) for rows in torch.arange(weight.shape[0], device=weight.values.device).chunk(parts)]
@@ -99,7 +100,7 @@ def _above(one: Weight, other: Weight) -> Weight:
 
 def _pad_fp8(weight: Fp8Weight, rows: int, columns: int) -> Fp8Weight:
     (num_rows, num_columns), (block_out, block_in) = weight.shape, weight.block
-    # A block that spans the weight spans the padded one; others need scales for what is new.
+    # A block as large as the weight covers the padding too; other blocks need scales for it.
     block_out = block_out + rows if block_out == num_rows and num_rows > 1 else block_out
     block_in = block_in + columns if block_in == num_columns else block_in
     wanted = (-(-(num_rows + rows) // block_out), -(-(num_columns + columns) // block_in))
@@ -112,7 +113,7 @@ def _pad_fp8(weight: Fp8Weight, rows: int, columns: int) -> Fp8Weight:
 def _pad_int(weight: IntWeight, rows: int, columns: int) -> Weight:
     group, in_features = weight.group, weight.shape[1]
     if columns and group == in_features and (weight.bits == 8 or columns % 2 == 0):
-        group += columns  # one scale a row still
+        group += columns  # still one scale per row
     elif columns % group:
         return DenseWeight(F.pad(weight.dequantize(), (0, columns, 0, rows)))
     zero = 0 if weight.bits == 8 else 0x88  # q = 0 in both halves

@@ -1,4 +1,4 @@
-"""A weight as the kernels of a GPU take it (kernels/linear.py), and why a form is none of theirs."""
+"""A weight as GPU kernels take it (kernels/linear.py), and why they do not take a form."""
 
 from dataclasses import dataclass
 
@@ -16,14 +16,14 @@ FP8_CAPABILITY = (8, 9)
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """A weight as the kernels take it."""
+    """Hold a weight as the kernels take it."""
 
     kind: str  # see kernels/linear.py
     values: Tensor
     num_out: int
     num_in: int
     block_k: int
-    group: int  # inputs of a scale
+    group: int  # inputs per scale
     scales: Tensor | None = None  # fp32 [out, groups]
     offsets: Tensor | None = None
 
@@ -33,7 +33,8 @@ class Stored:
 
     @property
     def is_grouped(self) -> bool:
-        """Return whether scales meet each group's sum and not the whole one; so do offsets, of one group as well."""
+        """Return whether scales are applied to each group's sum, not to the whole; so are offsets, even with
+        one group."""
         return self.scales is not None and (self.scales.shape[1] > 1 or self.offsets is not None)
 
 
@@ -61,7 +62,7 @@ def unfit_on_gpu(weight: Weight, dtype: torch.dtype) -> str:
 
 
 def store(weight: Weight, dtype: torch.dtype) -> Stored:
-    """A weight that `unfit_on_gpu` has nothing against."""
+    """Return a weight that `unfit_on_gpu` accepts, as the kernels take it."""
     num_out, num_in = weight.shape
     if isinstance(weight, DenseWeight):
         return Stored("dense", weight.values.to(dtype).contiguous(), num_out, num_in, 64, num_in)
@@ -79,21 +80,21 @@ def store(weight: Weight, dtype: torch.dtype) -> Stored:
 
 
 def block_k(group: int, num_in: int) -> int:
-    """Inputs of a tile: a power of two that divides a group."""
+    """Return the inputs per tile: a power of two that divides a group."""
     if group == num_in:
         return MAX_BLOCK_K
     return min(MAX_BLOCK_K, group & -group)
 
 
 def packed_by(values: Tensor, num_in: int, block: int) -> Tensor:
-    """int4, neighbours in a byte [out, in / 2] -> of each `block` columns the first half in the low halves; zeros
-    behind the last column."""
+    """Repack int4, stored as neighbours in a byte [out, in / 2]: of every `block` columns the first half goes to the
+    low halves; zeros follow the last column."""
     halves = torch.stack((values & 15, values >> 4), dim=2).flatten(1)
     halves = F.pad(halves, (0, -num_in % block), value=8).unflatten(1, (-1, 2, block // 2))
     return (halves[:, :, 0] | (halves[:, :, 1] << 4)).flatten(1).contiguous()
 
 
 def levels_of(packed: Tensor, block: int) -> Tensor:
-    """Return the levels that `packed_by` packed: q + 8, uint8 [out, in], zeros behind the last column."""
+    """Return the levels that `packed_by` packed: q + 8, uint8 [out, in], with zeros after the last column."""
     halves = packed.unflatten(1, (-1, block // 2))
     return torch.cat((halves & 15, halves >> 4), dim=2).flatten(1)

@@ -1,4 +1,4 @@
-"""Rounding to nearest: the plainest way from a float weight to a quantized form, with nothing known of its inputs.
+"""Rounding to nearest: the simplest way from a float weight to a quantized form, without knowledge of its inputs.
 
 Scales cover the largest value of their row or group, so nothing saturates. Weights are [out, in], any float dtype.
 """
@@ -22,9 +22,9 @@ def round_symmetric(weight: Tensor, bits: int, group: int | None = None, activat
 
 
 def round_asymmetric(weight: Tensor, bits: int, group: int | None) -> IntWeight:
-    """u = round(w / s) + z with s = (max - min) / (2 ** bits - 1) per row and group; w = s * (u - z).
+    """Round a weight: u = round(w / s) + z with s = (max - min) / (2 ** bits - 1) per row and group; w = s * (u - z).
 
-    z is an integer, so that files that store zero points can hold it; 0 is within [min, max] and so exact.
+    z is an integer, so files with zero points can hold it; 0 is within [min, max] and so exact.
     """
     grouped = _grouped(weight, group)
     low, high = grouped.amin(dim=2).clamp_(max=0), grouped.amax(dim=2).clamp_(min=0)
@@ -36,7 +36,7 @@ def round_asymmetric(weight: Tensor, bits: int, group: int | None) -> IntWeight:
 
 
 def round_fp8(weight: Tensor, activations: str = "none") -> Fp8Weight:
-    """Round a weight [out, in] to e4m3 with one scale a row, max |w| / 448."""
+    """Round a weight [out, in] to e4m3 with one scale per row, max |w| / 448."""
     rows = weight.float()
     scales = rows.abs().amax(dim=1, keepdim=True) / FP8_MAX
     values = (rows / torch.where(scales == 0, 1.0, scales)).clamp_(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
@@ -44,7 +44,7 @@ def round_fp8(weight: Tensor, activations: str = "none") -> Fp8Weight:
 
 
 def _grouped(weight: Tensor, group: int | None) -> Tensor:
-    """fp32 [out, in // group, group]. ValueError where the group does not divide."""
+    """Return fp32 [out, in // group, group]. Raises ValueError if the group does not divide the inputs."""
     in_features = weight.shape[1]
     if in_features % (group or in_features):
         raise ValueError(f"groups of {group} do not divide {in_features} inputs")
@@ -52,7 +52,7 @@ def _grouped(weight: Tensor, group: int | None) -> Tensor:
 
 
 def _divisor(scales: Tensor) -> Tensor:
-    """A group of zeros has scale 0: dividing by 1 leaves its zeros."""
+    """Return divisors for scales: 1 for the scale 0 of a group of zeros, which so stays zero."""
     return torch.where(scales == 0, 1.0, scales).unsqueeze(2)
 
 

@@ -1,4 +1,5 @@
-"""The tensors of a Hugging Face folder by name: safetensors files, mapped; nothing is read before it is asked for."""
+"""Read the tensors of a Hugging Face folder by name, from mapped safetensors files; nothing is read before it is
+requested."""
 
 import math
 import os
@@ -18,14 +19,14 @@ from baton.model_files import why_not_itself
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 BASE, BARE = "model.", "embed_tokens.weight"
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-STORED_FLOATS = ("F32", "BF16", "F16")  # the same, as safetensors spells them
+STORED_FLOATS = ("F32", "BF16", "F16")  # as safetensors spells them
 
 
 class Weights:
-    """Tensors of one file or of several shards; `read_bytes`: of those that were read."""
+    """Hold the tensors of one file or of several shards; `read_bytes` counts those that were read."""
 
     def __init__(self, folder: Path, renamed: Sequence[tuple[str, str]] = ()):
-        """`renamed`: beginnings of names as they are asked for, and as the files have them."""
+        """Open the files of a folder. `renamed`: prefixes of names as requested, and as in the files."""
         self.folder = folder
         self._source = folder / (INDEX if os.path.lexists(folder / INDEX) else SINGLE)
         self._files: dict[str, tuple[Path, Any]] = {}
@@ -38,7 +39,7 @@ class Weights:
                     raise ModelError(f"{path}: tensor {name} is also in {self._files[name][0].name}; shards are mixed")
                 self._files[name] = (path, file)
         self._check_index()
-        # A decoder that was saved without what stands before and behind it, as embedding models are.
+        # A decoder saved without embedding and head around it, as embedding models are.
         is_bare = BARE in self._files and not any(name.startswith(BASE) for name in self._files)
         self._stored = {BASE + name if is_bare else _asked(name, renamed): name for name in self._files}
         self._files = {name: self._files[stored] for name, stored in self._stored.items()}
@@ -51,21 +52,20 @@ class Weights:
         return list(self._files)
 
     def stored_name(self, name: str) -> str:
-        """Return the name that a tensor has in its file."""
+        """Return the name of a tensor in its file."""
         return self._stored[name]
 
     @cached_property
     def modules(self) -> dict[str, str]:
-        """The modules that have tensors: the name by which one is asked for -> the name that it has in the files."""
+        """Return the modules that have tensors: requested name -> name in the files."""
         return {name.rpartition(".")[0]: stored.rpartition(".")[0] for name, stored in self._stored.items()}
 
     def is_float(self, name: str) -> bool:
-        """Return whether there is a tensor of this name, and it is one of FLOATS."""
+        """Return whether a tensor of this name exists and has one of the dtypes FLOATS."""
         return name in self and self._view(name).get_dtype() in STORED_FLOATS
 
     def kind(self, module: str) -> tuple[tuple[str, str, tuple[int, ...]], ...]:
-        """Return the tensors of a module: the last part of each one's name, its type as safetensors spells it, its
-        shape."""
+        """Return the tensors of a module: the last part of each name, its type as safetensors spells it, its shape."""
         views = ((name.rpartition(".")[2], self._view(name)) for name in self._by_module.get(module, ()))
         return tuple((last, view.get_dtype(), tuple(view.get_shape())) for last, view in views)
 
@@ -77,16 +77,16 @@ class Weights:
         return found
 
     def unread(self) -> list[str]:
-        """Return the names of tensors that nobody has asked for."""
+        """Return the names of tensors that were never read."""
         return [name for name in self._files if name not in self._read]
 
     def where(self, name: str) -> Path:
-        """The file that holds a tensor, or would."""
+        """Return the file that holds a tensor, or that would hold it."""
         return self._files[name][0] if name in self._files else self._source
 
     def read(self, name: str, shape: tuple[int, ...] | None = None, dtypes: tuple[torch.dtype, ...] = FLOATS) -> Tensor:
-        """Return a tensor as stored, [*shape] (None: any shape), of one of these dtypes. Raises ModelError where it is
-        missing or differs."""
+        """Return a tensor as stored, [*shape] (None: any shape), of one of these dtypes. Raises ModelError if it is
+        missing or does not fit."""
         return self._checked(name, shape, dtypes, lambda file: file.get_tensor(self._stored[name]))
 
     def slice(self, name: str, index: int, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...] = FLOATS) -> Tensor:
@@ -94,7 +94,7 @@ class Weights:
         return self._checked(name, shape, dtypes, lambda file: file.get_slice(self._stored[name])[index])
 
     def expert(self, name: str, index: int, shape: tuple[int, int, int], inputs_first: bool) -> Tensor:
-        """Return part `index` [out, in] of a tensor [*shape], or one whose inputs stand before its outputs. Raises as
+        """Return part `index` [out, in] of a tensor [*shape], whose inputs come first with `inputs_first`. Raises as
         `read` does."""
         if not inputs_first:
             return self.slice(name, index, shape)
@@ -120,11 +120,11 @@ class Weights:
         return tensor
 
     def _view(self, name: str):
-        """Return a tensor in its file, of which nothing is read yet."""
+        """Return a tensor in its file, without reading it yet."""
         return self._files[name][1].get_slice(self._stored[name])
 
     def _check_index(self) -> None:
-        """A shard of another checkpoint lacks what the index says it holds."""
+        """Raise ModelError if a shard lacks a tensor that the index promises, as one of another checkpoint does."""
         if self._source.name != INDEX:
             return
         for name, file in _weight_map(self.folder).items():
@@ -133,17 +133,17 @@ class Weights:
 
 
 def check_finite(tensor: Tensor, path: Path, name: str) -> None:
-    """Raise ModelError where a tensor of floats has a value that is none: all answers would be one token. At the pace
-    of memory, which `isfinite` is far from."""
+    """Raise ModelError if a tensor of floats has a value that is not finite: all answers would be one token. The check
+    runs at the speed of memory, unlike `isfinite`."""
     if tensor.dtype in FLOATS and tensor.numel() and not all(map(math.isfinite, tensor.aminmax())):
         raise ModelError(f"{path}: tensor {name} holds values that are NaN or infinite")
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of a model folder, in order of name; a .gguf file is its own. Raises ModelError."""
+    """Return the safetensors files of a model folder by name; a .gguf file is its own. Raises ModelError."""
     if is_gguf(folder):
         return [folder]
-    if os.path.lexists(folder / INDEX):  # a link that leads nowhere, too: the weights are not in one file
+    if os.path.lexists(folder / INDEX):  # also a broken link: the weights are not in one file
         names = set(_weight_map(folder).values())
         if SINGLE not in names and os.path.lexists(folder / SINGLE):
             reason = f"{SINGLE} is beside {INDEX}, which names other files: remove those that do not count"
@@ -153,7 +153,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def _asked(stored: str, renamed: Sequence[tuple[str, str]]) -> str:
-    """Return the name by which a stored tensor is asked for."""
+    """Return the name by which a stored tensor is requested."""
     for ours, theirs in renamed:
         if stored.startswith(theirs):
             return ours + stored.removeprefix(theirs)

@@ -1,1 +1,1 @@
-"""Quantized folders and files in the formats that others write, read as the forms of weights/forms."""
+"""Read quantized folders and files in the formats of other projects as the forms of weights/forms.py."""

@@ -34,14 +34,14 @@ class AWQFormat(Format):
         return f"{module}.qweight"
 
     def check_all_read(self, prefix: str, extra: tuple[str, ...] = ()) -> None:
-        """Raise ModelError where an activation below `prefix` has scales of its own: with them passed over, the linear
-        behind it would read other numbers than it was quantized for."""
+        """Raise ModelError if an activation below `prefix` has its own scales: without them the linear after it would
+        read other numbers than it was quantized for."""
         for name in self.tensors.unread():
             if name.startswith(prefix) and name.endswith(OF_ACTIVATION):
                 raise self.wrong(name, "divides what an activation says (AutoAWQ), which is not supported")
 
     def quantized(self, module: str, out_features: int, in_features: int) -> IntWeight:
-        """Read a module of 4-bit words, [out_features, in_features]. Raises ModelError where its tensors do not fit."""
+        """Read a module of 4-bit words, [out_features, in_features]. Raises ModelError if its tensors do not fit."""
         group = in_features if self._group == -1 else self._group
         num_groups = self.num_groups(module, in_features, group)
         if out_features % PER_WORD:
@@ -56,5 +56,5 @@ class AWQFormat(Format):
 
 
 def _along_outputs(packed: Tensor) -> Tensor:
-    """int32 [rows, out / 8] to uint8 [rows, out]."""
+    """Unpack int32 [rows, out / 8] -> uint8 [rows, out]."""
     return unpack_int32(packed, BITS).unflatten(1, (-1, PER_WORD))[:, :, torch.argsort(torch.tensor(ORDER))].flatten(1)

@@ -18,17 +18,17 @@ HEAD, EMBED = "lm_head", "model.embed_tokens"
 CONFIG = "config.json"
 _UNTIE = "and config.json has tie_word_embeddings true; set it to false for the head to be used"
 _HEADLESS = "the model has no output head; to serve its embeddings alone set tie_word_embeddings to true in config.json"
-_ROWS = 4096  # of a table that are compared at once: a copy of all of them is none of the memory that a start has
-# What a value of quantization_config that has a wrong type, or is no expression, raises, somewhere.
+_ROWS = 4096  # rows of a table compared at a time: a copy of the whole would not be in a start's budget of memory
+# Exceptions that a value of quantization_config raises if it has a wrong type or is not a valid expression.
 WRONG_CONFIG = (KeyError, re.error, *WRONG_VALUE)
-BUFFERS = ("rotary_emb.inv_freq",)  # of old folders: computed here
+BUFFERS = ("rotary_emb.inv_freq",)  # of old folders; computed here instead
 
 
 class WeightSource(ABC):
-    """The source of a model's weights, by the names that Hugging Face gives them."""
+    """Read a model's weights by their Hugging Face names."""
 
     name: str  # gptq, gguf, ...
-    device = torch.device("cpu")  # of what it returns
+    device = torch.device("cpu")  # of the tensors that it returns
 
     def __init__(self) -> None:
         self.notes: dict[str, int] = {}  # what was not read as it is stored -> number of tensors
@@ -36,11 +36,11 @@ class WeightSource(ABC):
     @property
     @abstractmethod
     def file_bytes(self) -> int:
-        """Bytes of the files that hold the weights."""
+        """Return the bytes of the files that hold the weights."""
 
     @property
     def read_bytes(self) -> int:
-        """Bytes of them that were read so far: of a source that does not count, all."""
+        """Return how many of these bytes were read so far; a source that does not count returns all."""
         return self.file_bytes
 
     @abstractmethod
@@ -50,28 +50,28 @@ class WeightSource(ABC):
 
     @abstractmethod
     def tensor(self, name: str, *shape: int) -> Tensor:
-        """Return a norm, a bias or a table [*shape] in the compute dtype. Raises ModelError with file and tensor
-        name."""
+        """Return a norm, a bias or a table [*shape] in the compute dtype. Raises ModelError with file and
+        tensor name."""
 
     @abstractmethod
     def exact(self, name: str, *shape: int) -> Tensor:
-        """Return a tensor [*shape] in fp32, not rounded to the compute dtype before: of what is computed in fp32.
-        Raises as `tensor` does."""
+        """Return a tensor [*shape] in fp32, never rounded to the compute dtype, for what is computed in fp32. Raises as
+        `tensor` does."""
 
     def has(self, name: str) -> bool:
-        """Return whether there is a tensor of this name, as stored."""
+        """Return whether a tensor of this name is stored."""
         return False
 
     def kind(self, module: str) -> Hashable:
-        """Return how a module is stored, which is equal of those whose tensors have the same names, types and shapes
-        and are read by the same scheme; where a source does not tell, of none."""
+        """Return how a module is stored: equal for modules whose tensors have the same names, types and shapes and are
+        read by the same scheme; never equal if the source cannot tell."""
         return module
 
     def expert(
         self, name: str, index: int, count: int, out_features: int, in_features: int, inputs_first: bool = False
     ) -> Weight:
-        """Return the weight [out_features, in_features] of one expert of a tensor that holds `count`, inputs before
-        outputs where `inputs_first`. Raises ModelError where the format has no such tensors."""
+        """Return the weight [out_features, in_features] of one expert in a tensor of `count`, whose inputs come before
+        outputs with `inputs_first`. Raises ModelError if the format has no such tensors."""
         raise ModelError(f"{name}: experts in one tensor are not read from {self.name} weights, give a float folder")
 
     def embedding(self, vocab_size: int, hidden_size: int) -> Callable[[Tensor], Tensor]:
@@ -79,28 +79,28 @@ class WeightSource(ABC):
         return Embedding(self.tensor(f"{EMBED}.weight", vocab_size, hidden_size))
 
     def tied_head(self, embedding: Callable[[Tensor], Tensor], vocab_size: int, hidden_size: int) -> Weight:
-        """Return the output head [vocab_size, hidden_size] of a model that has none of its own: the table that
-        `embedding` returned, as a linear weight. Raises ModelError where there is one of its own, which differs."""
+        """Return the output head [vocab_size, hidden_size] of a model that ties it: the table that `embedding`
+        returned, as a linear weight. Raises ModelError if the files have another head."""
         return DenseWeight(embedding.weight)
 
     def check_all_read(self, prefix: str, extra: tuple[str, ...] = ()) -> None:
-        """Raise ModelError where a tensor below `prefix`, but for those below `extra`, is left over: config.json and
+        """Raise ModelError if a tensor below `prefix`, but not below `extra`, was not read: then config.json and
         tensors contradict each other."""
 
     def release(self) -> None:
-        """Release pages of mapped files: all is read."""
+        """Release the pages of mapped files, once all is read."""
 
     def note(self, what: str) -> None:
         self.notes[what] = self.notes.get(what, 0) + 1
 
 
 class DenseFormat(WeightSource):
-    """A Hugging Face folder of floating-point weights."""
+    """Read a Hugging Face folder of floating-point weights."""
 
     name = "dense"
 
     def __init__(self, tensors: Weights, dtype: torch.dtype):
-        """dtype: what is computed in, and what dense weights become."""
+        """Read `tensors`; dtype is that of computing, to which dense weights are converted."""
         super().__init__()
         self.tensors, self.dtype = tensors, dtype
 
@@ -150,7 +150,7 @@ class DenseFormat(WeightSource):
         return super().tied_head(embedding, vocab_size, hidden_size)
 
     def tensor(self, name: str, *shape: int) -> Tensor:
-        """Return a tensor [*shape] in the compute dtype. Raises ModelError where it is missing or has another shape or
+        """Return a tensor [*shape] in the compute dtype. Raises ModelError if it is missing or has another shape or
         type."""
         return self.tensors.read(name, shape).to(self.dtype)
 
@@ -159,10 +159,11 @@ class DenseFormat(WeightSource):
 
 
 class Format(DenseFormat):
-    """A folder with quantized modules. Subclasses say which tensors these have (`quantized`); the rest is dense."""
+    """Read a folder with quantized modules. Subclasses say which tensors these have (`quantized`); the rest is
+    dense."""
 
     def __init__(self, tensors: Weights, config: dict, dtype: torch.dtype):
-        """config: quantization_config of config.json."""
+        """Read `tensors` by `config`, the quantization_config of config.json."""
         super().__init__(tensors, dtype)
         self.config = config
 
@@ -185,42 +186,44 @@ class Format(DenseFormat):
         return super().tied_head(embedding, vocab_size, hidden_size)
 
     def check_all_read(self, prefix: str, extra: tuple[str, ...] = ()) -> None:
-        """Formats store more than they need (zero points of symmetric weights, orders)."""
+        """Accept tensors that are not read: formats store more than they need (zero points of symmetric weights,
+        orders)."""
 
     def is_quantized(self, module: str) -> bool:
         """Return whether the config lists the module as quantized. For the head, and for a module whose weight is a
-        float among quantized ones, the tensors decide: configs do not list all that they leave out."""
+        float among quantized ones, the tensors decide, since configs do not list all that they leave out."""
         if self.marker(module) in self.tensors:
             return True
         is_left_out = self._holds_quantized and self.tensors.is_float(f"{module}.weight")
         return module != HEAD and not is_left_out
 
     def is_listed(self, module: str, patterns: Iterable[str] | None) -> bool:
-        """Return whether a list of the config names the module, as it is asked for or as the files have it."""
+        """Return whether a list of the config names the module, by its requested name or its name in the files."""
         return any(listed(name, patterns) for name in self.names_of(module))
 
     def names_of(self, module: str) -> tuple[str, str]:
-        """Return what a module is called: as it is asked for, and in the files, which is what a config goes by."""
+        """Return a module's names: as it is requested, and as in the files, which the config uses."""
         return module, self.tensors.modules.get(module, module)
 
     @cached_property
     def _holds_quantized(self) -> bool:
-        """Whether any module of the folder is quantized: if none is, config and tensors contradict each other."""
+        """Return whether any module of the folder is quantized; if none is, config and tensors contradict each
+        other."""
         return any(self.marker(module) in self.tensors for module in self.tensors.modules)
 
     @abstractmethod
     def marker(self, module: str) -> str:
-        """The tensor that only a quantized module has."""
+        """Return the name of a tensor that only a quantized module has."""
 
     @abstractmethod
     def quantized(self, module: str, out_features: int, in_features: int) -> Weight:
-        """Read a quantized module, [out_features, in_features]. Raises ModelError where its tensors or the config do
-        not fit."""
+        """Read a quantized module, [out_features, in_features]. Raises ModelError if its tensors or the config do not
+        fit."""
 
     # ---- what readers need ----
 
     def scales(self, name: str, shape: tuple[int, ...] | None) -> Tensor:
-        """Return fp32 scales [*shape] (None: any shape). Raises ModelError where one is not finite."""
+        """Return fp32 scales [*shape] (None: any shape). Raises ModelError if one is not finite."""
         kinds = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e8m0fnu)
         values = self.tensors.read(name, shape, kinds).float()
         if not torch.isfinite(values).all():
@@ -228,14 +231,14 @@ class Format(DenseFormat):
         return values
 
     def wrong(self, name: str, what: str) -> ModelError:
-        """An error about one tensor."""
+        """Return an error about one tensor."""
         return ModelError(f"{self.tensors.where(name)}: tensor {name} {what}")
 
     def wrong_config(self, what: str) -> ModelError:
         return ModelError(f"{self.tensors.folder / CONFIG}: quantization_config: {what}")
 
     def num_groups(self, module: str, in_features: int, group: int) -> int:
-        """Return the groups of `group` inputs. Raises ModelError where they do not divide the inputs."""
+        """Return the number of groups of `group` inputs. Raises ModelError if they do not divide the inputs."""
         if not isinstance(group, int) or isinstance(group, bool) or group < 1:
             raise self.wrong_config(f"group_size is {group!r:.40}, not a positive integer")
         if in_features % group:
@@ -244,13 +247,13 @@ class Format(DenseFormat):
 
 
 def why_wrong(error: Exception) -> str:
-    """Return what is wrong with a value of a config, in the words of one of WRONG_CONFIG."""
+    """Return what is wrong with a value of a config, from one of the exceptions WRONG_CONFIG."""
     return f"{error.args[0]} is missing" if isinstance(error, KeyError) else str(error)
 
 
 def listed(module: str, patterns: Iterable[str] | None) -> bool:
-    """Return whether a list of modules names this one: `re:` and a regular expression from its start, or whole parts of
-    its dotted name (`lm_head`, `model.layers.0.self_attn`, `down_proj`)."""
+    """Return whether a list of modules names this one: by `re:` and a regular expression matched from the start, or by
+    whole parts of its dotted name (`lm_head`, `model.layers.0.self_attn`, `down_proj`)."""
     for pattern in patterns or ():
         if pattern.startswith("re:"):
             if re.match(pattern.removeprefix("re:"), module):
@@ -261,8 +264,9 @@ def listed(module: str, patterns: Iterable[str] | None) -> bool:
 
 
 def unpack_int32(packed: Tensor, bits: int) -> Tensor:
-    """int32 [rows, n] to the unsigned integers it holds, uint8 [rows, n * 32 / bits], low bits first (bits: 4 | 8)."""
-    # By one dimension: [n, 1] is contiguous for torch whatever the stride of its 1, and then no view as bytes.
+    """Unpack int32 [rows, n] to its unsigned integers, uint8 [rows, n * 32 / bits], low bits first (bits: 4 | 8)."""
+    # As one dimension, since torch takes [n, 1] as contiguous whatever its last stride is, and then has no view as
+    # bytes.
     octets = packed.reshape(-1).view(torch.uint8).unflatten(0, (len(packed), -1))
     if bits == 8:
         return octets

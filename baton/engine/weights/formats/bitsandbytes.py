@@ -1,8 +1,7 @@
 """bitsandbytes: LLM.int8 rows (SCB) and 4-bit floats (NF4, FP4; arXiv 2305.14314), which are expanded at load.
 
-8 bits: weight int8 [out, in], SCB fp32 [out] = max |row|. 4 bits: weight uint8 [n / 2, 1], the first of two values in
-the high half, an index into quant_map; absmax per block, itself quantized where double quantization was asked for;
-quant_state is JSON.
+8 bits: weight int8 [out, in], SCB fp32 [out] = max |row|. 4 bits: weight uint8 [n / 2, 1] of indices into quant_map,
+the first of two in the high half; absmax per block, itself quantized with double quantization; quant_state is JSON.
 """
 
 import json
@@ -41,7 +40,7 @@ class BitsAndBytesFormat(Format):
         return DenseWeight(self._expanded(module, (out_features, in_features)).to(self.dtype))
 
     def _expanded(self, module: str, shape: tuple[int, int]) -> Tensor:
-        """fp32 [out, in] of a 4-bit weight."""
+        """Return a 4-bit weight as fp32 [out, in]."""
         state = self._state(module)
         self.note(f"{state['quant_type']} expanded to dense")
         num_values, block = shape[0] * shape[1], state["blocksize"]
@@ -55,7 +54,8 @@ class BitsAndBytesFormat(Format):
         return (values * absmax.repeat_interleave(block)[:num_values]).view(shape)
 
     def _absmax(self, module: str, state: dict, num_blocks: int) -> Tensor:
-        """fp32 [num_blocks]; with double quantization they are bytes into nested_quant_map with scales of their own."""
+        """Return fp32 [num_blocks]; with double quantization they are stored as bytes into nested_quant_map with their
+        own scales."""
         name = f"{module}.weight.absmax"
         if "nested_blocksize" not in state:
             return self.scales(name, (num_blocks,))

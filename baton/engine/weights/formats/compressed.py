@@ -17,7 +17,7 @@ from baton.engine.weights.formats.gptq import group_order
 from baton.engine.weights.forms import IntWeight, Weight, pack_int4
 
 READ = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized")
-CLASS = "Linear"  # the one of those that groups target whose weights are read
+CLASS = "Linear"  # the only class, among those that groups target, whose weights are read
 GROUPED = ("group", "channel", "tensor", "block")
 
 
@@ -62,14 +62,15 @@ class CompressedTensorsFormat(Format):
         return self._int(module, shape, weights, activations)
 
     def _scheme(self, module: str) -> dict | None:
-        """The config group whose target is the most exact one for a module, unless it is ignored."""
+        """Return the config group with the most specific target for a module; None if the module is ignored or not
+        targeted."""
         if self.is_listed(module, self.config.get("ignore")):
             return None
         for name in self.names_of(module):
             if name in self._schemes:
                 return self._schemes[name]
         found = [target for target in self._schemes if target == CLASS or self.is_listed(module, [target])]
-        # As compressed_tensors ranks them; parts of names, which mean nothing to it, come last.
+        # In the order of compressed_tensors; parts of names, which it does not know, come last.
         found.sort(key=lambda target: (not target.startswith("re:"), target != CLASS, target))
         return self._schemes[found[0]] if found else None
 
@@ -99,13 +100,13 @@ class CompressedTensorsFormat(Format):
         return IntWeight(bits, values, scales, group, offsets, order, self._activations(activations))
 
     def _grid(self, name: str, weights: dict, shape: tuple[int, int]) -> Tensor:
-        """fp32 [out, groups] of scales, one of all spread over the rows."""
+        """Return scales as fp32 [out, groups]; a single scale is spread over the rows."""
         if weights["strategy"] == "tensor":
             return self.scales(name, None).reshape(-1)[:1].expand(shape[0], 1).contiguous()
         return self.scales(name, shape)
 
     def _groups(self, module: str, in_features: int) -> Tensor:
-        """Return the group of each input, int32 or int64 [in]; -1: no order was given."""
+        """Return the group of each input, int32 or int64 [in]; -1 without a stored order."""
         return self.tensors.read(f"{module}.weight_g_idx", (in_features,), (torch.int32, torch.int64))
 
     def _zeros(self, module: str, bits: int, shape: tuple[int, int], packed: bool) -> Tensor:
@@ -116,7 +117,7 @@ class CompressedTensorsFormat(Format):
         return unpack_int32(words.t(), bits).t()[: shape[0]].float() - 2 ** (bits - 1)
 
     def _packed(self, module: str, shape: tuple[int, int], bits: int) -> Tensor:
-        """As IntWeight stores it: bytes of 4 bits are the same, those of 8 differ by their sign bit."""
+        """Return values as IntWeight stores them: bytes of 4 bits are the same, those of 8 differ by their sign bit."""
         name = f"{module}.weight_packed"
         words = self.tensors.read(name, (shape[0], -(-shape[1] * bits // 32)), (torch.int32,))
         octets = words.view(torch.uint8)[:, : shape[1] * bits // 8]

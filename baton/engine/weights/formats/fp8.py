@@ -1,7 +1,7 @@
 """FP8 (e4m3) weights: `fp8` configs of DeepSeek, Hugging Face and AutoFP8.
 
-weight fp8 [out, in] and weight_scale_inv or weight_scale, a factor in spite of the first name: one of all, one a row,
-or one a block of weight_block_size; input_scale where activations are static.
+weight is fp8 [out, in]; weight_scale_inv or weight_scale is a factor in spite of the first name: one for all, one per
+row, or one per block of weight_block_size; input_scale exists if activations are static.
 """
 
 import math
@@ -55,7 +55,8 @@ def read_fp8(
     block: tuple[int, int] | None,
     static: str | None,
 ) -> Fp8Weight:
-    """block: what the config says of blocks of scales; static: the tensor of the activations' scale, None: dynamic."""
+    """Read an fp8 module. block: blocks of scales as the config says; static: the name of the activations' scale, None:
+    dynamic."""
     values = source.tensors.read(f"{module}.weight", shape, E4M3)
     scales = source.scales(scale_name, None)
     scales, block = _spread(source, scale_name, scales, shape, block)
@@ -67,7 +68,7 @@ def read_fp8(
 def _spread(
     source: Format, name: str, scales: Tensor, shape: tuple[int, int], block: tuple[int, int] | None
 ) -> tuple[Tensor, tuple[int, int]]:
-    """Scales as a matrix, and the block that each is for: all, a row or the config's."""
+    """Return scales as a matrix, and the block of each: the whole weight, a row or the config's block."""
     if block is not None:
         if len(block) != 2 or not all(isinstance(size, int) and size > 0 for size in block):
             raise source.wrong_config(f"blocks of scales are {list(block)!r:.40}, not two positive integers")

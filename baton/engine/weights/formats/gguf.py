@@ -1,7 +1,7 @@
-"""GGUF: blocks of a row, each with its scales. Q8_0, Q4_0, Q4_K and Q6_K stay quantized, other types are expanded.
+"""GGUF: rows of blocks, each with its scales. Q8_0, Q4_0, Q4_K and Q6_K stay quantized, other types are expanded.
 
-Layouts as in ggml-common.h; `gguf.quants` is the reference. Q4_0 and Q4_K store unsigned values of a half block in the
-low and of the next in the high nibbles, Q6_K 4 low and 2 high bits apart.
+Layouts are those of ggml-common.h; `gguf.quants` is the reference. Q4_0 and Q4_K store unsigned values of half a block
+in the low nibbles and of the next half in the high ones; Q6_K stores 4 low and 2 high bits separately.
 """
 
 from collections.abc import Callable, Hashable
@@ -41,7 +41,7 @@ class GGUFFormat(WeightSource):
     def __init__(self, file: GGUFFile, dtype: torch.dtype, num_heads: int, num_kv_heads: int):
         super().__init__()
         self._file, self._dtype = file, dtype
-        # llama.cpp rotates neighbours: only its llama converter permutes the rows of q and k to suit.
+        # llama.cpp rotates neighbours, and only its converter for llama permutes the rows of q and k accordingly.
         permuted = file.metadata("general.architecture", TEXT) == "llama"
         self._heads = {"attn_q": num_heads, "attn_k": num_kv_heads} if permuted else {}
         self._read_bytes = 0
@@ -60,8 +60,8 @@ class GGUFFormat(WeightSource):
         return tensor and (tensor.tensor_type, tensor.shape)
 
     def linear(self, module: str, out_features: int, in_features: int) -> Weight:
-        """Return the weight [out_features, in_features]. Raises ModelError where it is missing, has another shape, or
-        holds scales that are not finite."""
+        """Return the weight [out_features, in_features]. Raises ModelError if it is missing, has another shape, or has
+        scales that are not finite."""
         name = self._name(f"{module}.weight", (out_features, in_features))
         tensor, rows = self._file.tensors[name], self._rows(name, out_features)
         if (read := READERS.get(tensor.tensor_type)) is None:
@@ -74,7 +74,7 @@ class GGUFFormat(WeightSource):
         return weight
 
     def tensor(self, name: str, *shape: int) -> Tensor:
-        """Return a tensor [*shape] in the compute dtype. Raises ModelError where it is missing or has another shape."""
+        """Return a tensor [*shape] in the compute dtype. Raises ModelError if it is missing or has another shape."""
         return self._stored(name, shape).to(self._dtype)
 
     def exact(self, name: str, *shape: int) -> Tensor:
@@ -101,8 +101,8 @@ class GGUFFormat(WeightSource):
         return MappedEmbedding(self._file, self._dtype)
 
     def tied_head(self, embedding: Callable[[Tensor], Tensor], vocab_size: int, hidden_size: int) -> Weight:
-        """Return the head [vocab_size, hidden_size]: the quantized table itself where the embedding expands it row by
-        row."""
+        """Return the head [vocab_size, hidden_size]: the quantized table itself if the embedding expands it row
+        by row."""
         if isinstance(embedding, MappedEmbedding):
             return self.linear(EMBED, vocab_size, hidden_size)
         return super().tied_head(embedding, vocab_size, hidden_size)
@@ -123,7 +123,7 @@ class GGUFFormat(WeightSource):
         return values if rows is None else values[rows]
 
     def _name(self, name: str, shape: tuple[int, ...]) -> str:
-        """The file's name of a tensor, which must have this shape."""
+        """Return the file's name of a tensor, after checking that it has this shape."""
         stored = _stored_name(name)
         if stored not in self._file.tensors:
             raise ModelError(f"{self._file.path}: tensor {stored} is missing")
@@ -143,18 +143,18 @@ class GGUFFormat(WeightSource):
 
 
 class MappedEmbedding:
-    """Rows of a quantized table, expanded from the mapped file as they are looked up: no copy of the table is held."""
+    """Look up rows of a quantized table, expanding them from the mapped file, so that no copy of the table is held."""
 
     def __init__(self, file: GGUFFile, dtype: torch.dtype):
         self._file, self._dtype = file, dtype
 
     def __call__(self, token_ids: Tensor) -> Tensor:
-        """int64 [T] -> [T, hidden_size]."""
+        """Return the rows of int64 [T] -> [T, hidden_size]."""
         return torch.from_numpy(self._file.expanded(EMBEDDING, token_ids.numpy())).to(self._dtype)
 
 
 def _stored_name(name: str) -> str:
-    """Return what a tensor is called in a file."""
+    """Return the name of a tensor in a file."""
     if (stored := WHOLE.get(name)) is not None:
         return stored
     layer, _, rest = name.removeprefix(LAYER).partition(".")
@@ -163,30 +163,31 @@ def _stored_name(name: str) -> str:
 
 
 def _half(blocks: Tensor, begin: int) -> Tensor:
-    """The fp16 at a byte offset of every block, fp32 [rows, blocks, 1]."""
+    """Return the fp16 at a byte offset of every block, as fp32 [rows, blocks, 1]."""
     return blocks[:, :, begin : begin + 2].contiguous().view(torch.float16).float()
 
 
 def _nibbles(octets: Tensor) -> Tensor:
-    """uint8 [..., n] to [..., 2, n]: low halves, then high ones."""
+    """Split uint8 [..., n] -> [..., 2, n]: low halves, then high ones."""
     return torch.stack((octets & 15, octets >> 4), dim=-2)
 
 
 def _q8_0(data: Tensor) -> IntWeight:
-    """34 bytes: d fp16, 32 int8."""
+    """Decode blocks of 34 bytes: d fp16, 32 int8."""
     blocks = data.unflatten(1, (-1, 34))
     return IntWeight(8, blocks[:, :, 2:].flatten(1).view(torch.int8), _half(blocks, 0).flatten(1), 32)
 
 
 def _q4_0(data: Tensor) -> IntWeight:
-    """18 bytes: d fp16, 16 bytes; w = d * (u - 8)."""
+    """Decode blocks of 18 bytes: d fp16, 16 bytes; w = d * (u - 8)."""
     blocks = data.unflatten(1, (-1, 18))
     q = _nibbles(blocks[:, :, 2:]).flatten(1).to(torch.int8) - 8
     return IntWeight(4, pack_int4(q), _half(blocks, 0).flatten(1), 32)
 
 
 def _q4_k(data: Tensor) -> IntWeight:
-    """144 bytes: d, dmin fp16, 8 scales and minima of 6 bits in 12 bytes, 128 bytes; w = d * sc * u - dmin * m."""
+    """Decode blocks of 144 bytes: d, dmin fp16, 8 scales and minima of 6 bits in 12 bytes, 128 bytes; w = d * sc * u -
+    dmin * m."""
     blocks = data.unflatten(1, (-1, 144))
     low, mid, high = blocks[:, :, 4:16].unflatten(2, (3, 4)).unbind(2)
     scales = torch.cat((low & 63, (high & 15) | ((low >> 2) & 48)), dim=2).float() * _half(blocks, 0)
@@ -196,7 +197,8 @@ def _q4_k(data: Tensor) -> IntWeight:
 
 
 def _q6_k(data: Tensor) -> IntWeight:
-    """210 bytes: 128 of low halves, 64 of high quarters, 16 int8 scales, d fp16; w = d * sc * (u - 32)."""
+    """Decode blocks of 210 bytes: 128 of low halves, 64 of high quarters, 16 int8 scales, d fp16; w = d * sc * (u -
+    32)."""
     blocks = data.unflatten(1, (-1, 210))
     low = _nibbles(blocks[:, :, :128].unflatten(2, (2, 64))).flatten(3)  # [rows, blocks, 2, 128]
     quarters = blocks[:, :, 128:192].unflatten(2, (2, 32))

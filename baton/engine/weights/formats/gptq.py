@@ -39,8 +39,8 @@ class GPTQFormat(Format):
         return f"{module}.qweight"
 
     def quantized(self, module: str, out_features: int, in_features: int) -> IntWeight:
-        """Read a module of 4 or 8 bits, [out_features, in_features]. Raises ModelError where its tensors or the config
-        do not fit."""
+        """Read a module of 4 or 8 bits, [out_features, in_features]. Raises ModelError if its tensors or the config do
+        not fit."""
         override = self._override(module)
         bits, group, sym = override.get("bits", self.config["bits"]), override.get("group_size", self._group), self._sym
         if bits not in (4, 8):
@@ -67,7 +67,8 @@ class GPTQFormat(Format):
         return IntWeight(bits, pack_int4(q) if bits == 4 else q, scales, group, offsets, order)
 
     def _override(self, module: str) -> dict | None:
-        """Return the entry of GPTQModel's `dynamic` for a module: None if it is left out, {} if there is none."""
+        """Return the entry of GPTQModel's `dynamic` for a module: None if the module is left out, {} without an
+        entry."""
         for pattern, values in (self.config.get("dynamic") or {}).items():
             expression = pattern.removeprefix("-:").removeprefix("+:")
             if any(re.match(expression, name) for name in self.names_of(module)):
@@ -75,7 +76,7 @@ class GPTQFormat(Format):
         return {}
 
     def _order(self, module: str, in_features: int, group: int) -> Tensor | None:
-        """Inputs in the order of their groups; None where they are stored so."""
+        """Return the inputs in the order of their groups; None if they are stored in that order."""
         name = f"{module}.g_idx"
         if name not in self.tensors:
             return None
@@ -84,7 +85,7 @@ class GPTQFormat(Format):
 
 def group_order(source: Format, name: str, in_features: int, group: int) -> Tensor | None:
     """Return the order of act-order (desc_act) from the group of each input, int64 [in]: inputs of one group side by
-    side; None where they are so already. Raises ModelError where a group has another number of inputs."""
+    side; None if they are already. Raises ModelError if a group has another number of inputs."""
     groups = source.tensors.read(name, (in_features,), (torch.int32, torch.int64)).long()
     order = torch.argsort(groups, stable=True)
     if not torch.equal(groups[order], torch.arange(in_features) // group):
@@ -93,5 +94,5 @@ def group_order(source: Format, name: str, in_features: int, group: int) -> Tens
 
 
 def _along_inputs(packed: Tensor, bits: int) -> Tensor:
-    """int32 [in * bits / 32, out] to uint8 [out, in]."""
+    """Unpack int32 [in * bits / 32, out] -> uint8 [out, in]."""
     return unpack_int32(packed.t(), bits)

@@ -1,6 +1,6 @@
 """Baton's own layout: int8 with the outlier inputs in bf16 (`baton quantize --scheme int8-outlier`, LLM.int8).
 
-weight int8 [out, in] (zero in the outlier columns), weight_scale [out, 1], and, where a module has outliers,
+weight int8 [out, in] (zero in the outlier columns), weight_scale [out, 1], and, if a module has outliers,
 outlier_columns int64 [C] ascending and outlier_weight bf16 [out, C].
 """
 

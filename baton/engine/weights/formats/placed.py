@@ -1,4 +1,4 @@
-"""A source whose weights are on a device: each is moved as it is read."""
+"""A source that moves each weight to a device as it is read."""
 
 from collections.abc import Callable
 from dataclasses import fields, replace
@@ -15,13 +15,13 @@ Form = TypeVar("Form")
 
 
 class PlacedSource(WeightSource):
-    """Everything of `source`, on `device`."""
+    """Read everything from `source`, and return it on `device`."""
 
     def __init__(self, source: WeightSource, device: torch.device):
         super().__init__()
         self.name, self.notes = source.name, source.notes
         self._source, self.device = source, device
-        self._read: Callable[[Tensor], Tensor] | None = None  # the embedding as the source gave it
+        self._read: Callable[[Tensor], Tensor] | None = None  # the embedding as the source returned it
 
     @property
     def file_bytes(self) -> int:
@@ -51,15 +51,15 @@ class PlacedSource(WeightSource):
         return self._source.exact(name, *shape).to(self.device)
 
     def embedding(self, vocab_size: int, hidden_size: int) -> Callable[[Tensor], Tensor]:
-        """Return the embedding on the device: int64 [T] -> [T, hidden_size]. A table that its format expands row by
-        row, on the CPU, is expanded once: a GPU cannot read the file."""
+        """Return the embedding on the device: int64 [T] -> [T, hidden_size]. A table that its format expands row by row
+        on the CPU is expanded as a whole, since a GPU cannot read the file."""
         found = self._read = self._source.embedding(vocab_size, hidden_size)
         table = found.weight if isinstance(found, Embedding) else found(torch.arange(vocab_size))
         return Embedding(table.to(self.device))
 
     def tied_head(self, embedding: Callable[[Tensor], Tensor], vocab_size: int, hidden_size: int) -> Weight:
-        """Return the head [vocab_size, hidden_size] on the device, of the embedding that the source returned last;
-        `embedding`: that on the device, whose memory a head has that is the same table."""
+        """Return the head [vocab_size, hidden_size] on the device, of the embedding that the source returned last.
+        `embedding`: the one on the device, whose memory the head shares if it is the same table."""
         head = self._source.tied_head(self._read, vocab_size, hidden_size)
         if isinstance(head, DenseWeight) and head.values is getattr(self._read, "weight", None):
             return DenseWeight(embedding.weight)
@@ -74,7 +74,7 @@ class PlacedSource(WeightSource):
 
 
 def placed(form: Form, device: torch.device) -> Form:
-    """A weight form with all its tensors on the device."""
+    """Return a weight form with all its tensors on the device."""
     moved = {}
     for field in fields(form):
         value = getattr(form, field.name)

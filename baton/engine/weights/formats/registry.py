@@ -1,4 +1,4 @@
-"""Recognize the format of a model: by the file's type, or quantization_config of its config.json."""
+"""Recognize the format of a model by its file type or by the quantization_config of its config.json."""
 
 import os
 from collections.abc import Sequence
@@ -27,22 +27,22 @@ FORMATS: dict[str, type[Format]] = {
 }  # fmt: skip
 AUTO, NONE = "auto", "none"
 CHOICES = (AUTO, NONE, *ROUNDINGS)
-OLD_CONFIG = "quantize_config.json"  # beside config.json, what AutoGPTQ wrote before transformers knew it
+OLD_CONFIG = "quantize_config.json"  # written by AutoGPTQ beside config.json, before transformers supported it
 
 
 def open_source(
     path: Path, quantization: str, dtype: torch.dtype, num_heads: int, num_kv_heads: int,
     renamed: Sequence[tuple[str, str]] = (),
 ) -> WeightSource:  # fmt: skip
-    """The weights of a folder or a .gguf file. `quantization`: auto, what they are; none, unquantized or refused; or a
-    key of ROUNDINGS, for unquantized folders. `renamed`: as of Weights. Raises ModelError, and ValueError for what does
-    not fit the model."""
+    """Return the weights of a folder or a .gguf file. `quantization`: "auto" takes them as they are; "none" accepts
+    only unquantized ones; a key of ROUNDINGS rounds an unquantized folder. `renamed`: as for Weights. Raises
+    ModelError, and ValueError for an option that does not fit the model."""
     if quantization not in CHOICES:
         raise ValueError(f"quantization {quantization!r}: one of {', '.join(CHOICES)}")
     if is_gguf(path):
         if quantization != AUTO:
             raise ValueError(f"quantization {quantization}: {path} is a GGUF file and has its own; leave it at auto")
-        # Only now: the gguf package takes a tenth of a second of every other start.
+        # Imported late: the gguf package would add a tenth of a second to every other start.
         from baton.engine.core.gguf_file import GGUFFile
         from baton.engine.weights.formats.gguf import GGUFFormat
 
@@ -69,7 +69,7 @@ def open_source(
 
 
 def quantization_config(folder: Path) -> dict | None:
-    """Return the folder's quantization_config; None: it has none. Raises ModelError where that is not an object."""
+    """Return the folder's quantization_config; None without one. Raises ModelError if it is not an object."""
     path = folder / "config.json"
     found = read_json(path)
     config = found.get("quantization_config") or found.get("compression_config")

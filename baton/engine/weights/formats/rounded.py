@@ -1,4 +1,5 @@
-"""A dense folder, rounded to nearest as it is loaded: each tensor is read, rounded and dropped before the next."""
+"""A dense folder that is rounded to nearest as it is loaded: each tensor is read, rounded and dropped before
+the next."""
 
 from collections.abc import Callable
 
@@ -19,7 +20,8 @@ ROUNDINGS: dict[str, Callable[[Tensor], Weight]] = {
 
 
 class RoundedFormat(DenseFormat):
-    """`name` is the rounding, a key of ROUNDINGS. The output head has 8 bits at least: an error shows there."""
+    """Read and round a dense folder. `name` is the rounding, a key of ROUNDINGS. The output head has at least 8 bits,
+    since errors show there."""
 
     def __init__(self, tensors, dtype, name: str):
         super().__init__(tensors, dtype)
@@ -28,7 +30,7 @@ class RoundedFormat(DenseFormat):
         self._round_head = ROUNDINGS["int8-weight-only"] if name.startswith("int4") else self._round
 
     def linear(self, module: str, out_features: int, in_features: int) -> Weight:
-        """Read and round a weight [out_features, in_features]. Raises ModelError where it is missing or cannot be
+        """Read and round a weight [out_features, in_features]. Raises ModelError if it is missing or cannot be
         rounded."""
         weight = self.weight(module, out_features, in_features)
         return self._rounded(weight, f"{module}.weight", self._round_head if module == HEAD else self._round)
