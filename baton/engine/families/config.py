@@ -1,4 +1,4 @@
-"""The values of a config.json, checked as they are asked for, and the spec that they make with what a family adds."""
+"""Check the values of a config.json as they are asked for, and build the spec from them and from what a family adds."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -12,7 +12,7 @@ DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh", "relu2": "relu2"}
 SLIDING, FULL = "sliding_attention", "full_attention"
 _ORIGINAL = "original_max_position_embeddings"
-_BESIDE_SCALING = ("rope_theta", "partial_rotary_factor")  # that a `rope_scaling` need not have
+_BESIDE_SCALING = ("rope_theta", "partial_rotary_factor")  # keys that a `rope_scaling` need not have
 _ROPE_NUMBERS = (
     "factor", "attention_factor", "attn_factor", "beta_fast", "beta_slow", "low_freq_factor", "high_freq_factor",
     "mscale", "mscale_all_dim",
@@ -23,7 +23,7 @@ _ROPE_NEEDS = {
     "longrope": ("short_factor", "long_factor"),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
 }
-# A folder's word is not reason enough to make a billion layers before the first weight is looked for.
+# Limits on what a folder claims: no billion layers are made before the first weight is looked up.
 _MAX_LAYERS, _MAX_COUNT = 4096, 2**31 - 1
 # Types of keys that no method of Config checks; null is allowed.
 _KINDS = {
@@ -34,12 +34,12 @@ _KINDS = {
 
 
 class Config:
-    """One config.json. All methods raise KeyError for what is missing, ValueError for what cannot be."""
+    """Read one config.json. All methods raise KeyError for a missing value, ValueError for a wrong one."""
 
     def __init__(self, folder: Path, values: dict, generation: dict):
         self.folder, self.values, self.generation = folder, values, generation
         check_kinds(values)
-        named = values.get("layers_block_type")  # where it stands, it may be all that says how many there are
+        named = values.get("layers_block_type")  # if present, it may be the only key that implies the number of layers
         self.num_layers = self.count("num_hidden_layers", len(named) or None if isinstance(named, list) else None)
 
     def count(self, key: str, default: int | None = None) -> int:
@@ -56,7 +56,7 @@ class Config:
         return positive(key, self.values.get(key, default))
 
     def number_or_none(self, key: str, default: float | None) -> float | None:
-        """Return a number over 0, or None where the file says null."""
+        """Return a number over 0, or None if the file says null."""
         value = self.values.get(key, default)
         return None if value is None else positive(key, value)
 
@@ -75,7 +75,8 @@ class Config:
         return ACTIVATIONS[name]
 
     def refuse(self, key: str, *harmless: object) -> None:
-        """Raise ValueError where `key` has a value beside null and these: it would change what the layers compute."""
+        """Raise ValueError if `key` has a value other than null and these, since it would change what the layers
+        compute."""
         if (value := self.values.get(key)) is not None and value not in harmless:
             raise ValueError(f"{key} {value!r:.40} is not supported")
 
@@ -83,8 +84,8 @@ class Config:
         self, context: int, theta: float = 10_000.0, partial: float = 1.0, interleaved: bool = False,
         parameters: dict | None = None, head_dim: int | None = None,
     ) -> RopeSpec:  # fmt: skip
-        """Return rotary embedding from `rope_parameters` (transformers 5) or `rope_scaling` beside `rope_theta`
-        (before). The arguments are what is assumed where the file is silent; `parameters`: in place of the file's."""
+        """Return the rope by `rope_parameters` (transformers 5) or `rope_scaling` beside `rope_theta` (before). The
+        arguments are defaults for what the file does not say; `parameters` replace the file's."""
         if parameters is None and (parameters := self.values.get("rope_parameters")):
             self._check_scaling(parameters)
         parameters = _typed(parameters or self.values.get("rope_scaling") or {})
@@ -94,7 +95,7 @@ class Config:
         part = parameters.pop("partial_rotary_factor", None) or self.values.get("partial_rotary_factor") or partial
         theta = parameters.pop("rope_theta", None) or self.values.get("rope_theta") or theta
         longest = self.count("max_position_embeddings", context)
-        # Where both places give the original context, transformers lets the outer one win.
+        # If both places give the original context, transformers prefers the outer one.
         inner = parameters.pop(_ORIGINAL, None)
         original = self.values.get(_ORIGINAL) or inner or longest
         for key in _ROPE_NEEDS.get(kind, ()):
@@ -116,8 +117,8 @@ class Config:
         return made
 
     def ropes_by_type(self, context: int, theta: float, local_theta: float) -> tuple[RopeSpec, RopeSpec]:
-        """Return the ropes of full and of sliding layers: `rope_parameters` by layer type, or, in older files, scaling
-        of full layers alone, and `rope_local_base_freq`."""
+        """Return the ropes of full and of sliding layers: by `rope_parameters` for each layer type, or in older files
+        by scaling for full layers only and `rope_local_base_freq`."""
         found = self.values.get("rope_parameters") or {}
         if FULL not in found and SLIDING not in found:
             local = {"rope_theta": self.values.get("rope_local_base_freq") or local_theta}
@@ -129,7 +130,7 @@ class Config:
         return self.rope(context, parameters=full), self.rope(context, parameters=sliding)
 
     def sliding(self, default: Callable[[int], bool]) -> tuple[bool, ...]:
-        """Return whether each layer sees a window only: by `layer_types`, or where that is absent by its index."""
+        """Return whether each layer sees a window only: by `layer_types` or, without that key, by its index."""
         types = self.values.get("layer_types")
         if types is None:
             return tuple(default(layer) for layer in range(self.num_layers))
@@ -140,8 +141,8 @@ class Config:
         return tuple(kind == SLIDING for kind in types)
 
     def alternating(self, default: Callable[[int], bool], window: int = 4096, **kinds: Any) -> tuple[LayerSpec, ...]:
-        """Return layers of which some have a window, `sliding_window`. `kinds`: `full` and `sliding`, the rope of each
-        (0 where not given)."""
+        """Return layers some of which have a window, `sliding_window`. `kinds`: `full` and `sliding`, the rope of each
+        (default 0)."""
         sliding, size = self.sliding(default), None
         if any(sliding):
             size = self.count("sliding_window", window)
@@ -152,7 +153,7 @@ class Config:
         return (LayerSpec(window),) * self.num_layers
 
     def window(self, default: int | None = None) -> int | None:
-        """Return `sliding_window`, None where the file says null."""
+        """Return `sliding_window`; None if the file says null."""
         value = self.values.get("sliding_window", default)
         return None if value is None else counted("sliding_window", value)
 
@@ -161,8 +162,8 @@ class Config:
         num_kv_heads: int | None = None, head_dim: int | None = None, norm: NormSpec | None = None,
         tied: bool = False, **differences: Any,
     ) -> ModelSpec:  # fmt: skip
-        """Return the spec of a family: by default one of Llama's layers. `num_kv_heads`, `head_dim` and `tied` are what
-        is assumed where the file is silent; `differences` are fields of ModelSpec."""
+        """Return the spec of a family, by default one of Llama's layers. `num_kv_heads`, `head_dim` and `tied` are
+        defaults for what the file does not say; `differences` are fields of ModelSpec."""
         num_heads, hidden_size = self.count("num_attention_heads"), self.count("hidden_size")
         kv_heads = self.count("num_key_value_heads", num_kv_heads or num_heads)
         size = self._head_dim(head_dim)
@@ -193,12 +194,12 @@ class Config:
         )
 
     def norm(self, eps: float = 1e-6, **differences: Any) -> NormSpec:
-        """Return RMS norm with `rms_norm_eps`, in which NormSpec's fields may differ."""
+        """Return RMS norm with `rms_norm_eps`; `differences` are fields of NormSpec."""
         return NormSpec(self.number("rms_norm_eps", eps), **differences)
 
     def _check_scaling(self, parameters: dict) -> None:
-        """Raise ValueError where `rope_scaling` says other than these of `rope_parameters`, in whose place transformers
-        takes it, base and all."""
+        """Raise ValueError if `rope_scaling` contradicts `rope_parameters`, since transformers would use it instead,
+        base included."""
         beside = {key: parameters[key] for key in _BESIDE_SCALING if key in parameters}
         scaling = self.values.get("rope_scaling")
         if scaling and _typed(beside | scaling) != _typed(parameters):
@@ -216,8 +217,7 @@ class Config:
         return size
 
     def _head_dim(self, assumed: int | None) -> int:
-        """Return the elements of a head; where the file is silent, those that are assumed, or else an equal part of a
-        row."""
+        """Return the elements of a head: the file's, else `assumed`, else an equal part of a row."""
         return self.count("head_dim", assumed or self.count("hidden_size") // self.count("num_attention_heads"))
 
     def _dtype(self) -> str:
@@ -228,13 +228,13 @@ class Config:
 
 
 def around_predictor(names: dict[str, str], prefix: str) -> tuple[tuple[str, str], ...]:
-    """Return where the checkpoint has what stands around a layer that predicts further tokens: `names` of modules as
-    PredictorSpec has them, and as they are below `prefix`."""
+    """Return the names of the modules around a predictor layer: `names` as PredictorSpec has them, and as the
+    checkpoint has them below `prefix`."""
     return tuple((f"{PREDICTOR}.{own}.", f"{prefix}{name}.") for own, name in names.items())
 
 
 def check_kinds(values: dict) -> None:
-    """Raise ValueError for a value that is no list, object or number where it must be one."""
+    """Raise ValueError for a value that has to be a list, object or number and is not."""
     for words, (kind, keys) in _KINDS.items():
         for key in keys:
             value = values.get(key)
@@ -243,7 +243,7 @@ def check_kinds(values: dict) -> None:
 
 
 def counted(key: str, value: object) -> int:
-    """Return a positive integer that can be believed."""
+    """Return a positive integer within the limits."""
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ValueError(f"{key} is {value!r}, not a positive integer")
     if value > (most := _MAX_LAYERS if key == "num_hidden_layers" else _MAX_COUNT):
@@ -265,7 +265,7 @@ def _typed(parameters: dict) -> dict:
 
 
 def _ids(value: Any, vocab_size: int, is_beside: bool) -> tuple[int, ...]:
-    """`is_beside`: of generation_config.json."""
+    """Return token ids, checked. `is_beside`: they come from generation_config.json."""
     ids = () if value is None else tuple(value) if isinstance(value, list) else (value,)
     for token_id in ids:
         if not isinstance(token_id, int) or isinstance(token_id, bool) or not 0 <= token_id < vocab_size:

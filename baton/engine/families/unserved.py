@@ -1,8 +1,8 @@
-"""Explain that a family is not served: the nearest one that is, and what its config.json asks for beside it."""
+"""Explain that a family is not served: name the nearest one that is, and what the config.json needs besides."""
 
 from difflib import SequenceMatcher
 
-# A key of config.json -> what it asks for. Null, false and 0 ask for nothing.
+# A key of config.json -> the feature it turns on. Null, false and 0 turn nothing on.
 ASKS = {
     "is_encoder_decoder": "an encoder",
     "vision_config": "a vision encoder",
@@ -26,7 +26,7 @@ EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "num_experts_
 
 
 def explanation(config: dict, served: tuple[str, ...]) -> str:
-    """Return one line on a config whose architecture is none of `served`."""
+    """Return one line on a config whose architecture is not among `served`."""
     found = str((config.get("architectures") or ["(none given)"])[0])
     has_experts = any(config.get(key) for key in EXPERTS)
     nearest = max(served, key=lambda name: _nearness(found, name, has_experts))
@@ -36,7 +36,7 @@ def explanation(config: dict, served: tuple[str, ...]) -> str:
 
 
 def _nearness(found: str, name: str, has_experts: bool) -> float:
-    """Letters in common; one with experts is nearer to another with experts."""
+    """Return the similarity of two names by their letters; two families with experts are more similar."""
     likeness = SequenceMatcher(None, found.lower(), name.lower()).ratio()
     return likeness + 0.25 * (
         has_experts == any(part in name for part in ("Moe", "moe", "Mixtral", "GptOss", "Deepseek"))

@@ -1,4 +1,4 @@
-"""Command R, R+ and R7B, Aya: attention beside the MLP behind one layer norm, scaled logits."""
+"""Command R, R+ and R7B, Aya: attention and MLP side by side after one layer norm, scaled logits."""
 
 from baton.engine.core.model_spec import ModelSpec, NormSpec, TensorNames
 from baton.engine.families.config import Config
@@ -12,7 +12,7 @@ def cohere(config: Config) -> ModelSpec:
 
 
 def cohere2(config: Config) -> ModelSpec:
-    """Three layers with a window and rope, then one with neither."""
+    """Return a spec of three layers with window and rope, then one with neither, repeated."""
     pattern = config.count("sliding_window_pattern", 4)
     layers = config.alternating(lambda layer: (layer + 1) % pattern != 0, full=None, sliding=0)
     return config.spec("cohere2", [_rope(config, 1e4)], layers, **_common(config))

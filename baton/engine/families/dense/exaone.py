@@ -1,5 +1,5 @@
-"""EXAONE 4: norms behind attention and MLP, q and k normed by head; where windows alternate, the layers without one
-have no rope either."""
+"""EXAONE 4: norms after attention and MLP, q and k normed by head. If some layers have windows, the others have no
+rope."""
 
 from baton.engine.core.model_spec import ModelSpec, TensorNames
 from baton.engine.families.config import Config

@@ -1,4 +1,4 @@
-"""Gemma 2 and the text models of Gemma 3: norms around both halves of a layer, windows that alternate, GELU."""
+"""Gemma 2 and the text models of Gemma 3: norms around both halves of a layer, alternating windows, GELU."""
 
 from baton.engine.core.model_spec import ModelSpec, TensorNames
 from baton.engine.families.config import Config
@@ -20,7 +20,7 @@ def gemma2(config: Config) -> ModelSpec:
 
 
 def gemma3(config: Config) -> ModelSpec:
-    """Five layers with a window and a base of their own, then one without."""
+    """Return a spec of five layers with a window and their own base, then one without, repeated."""
     pattern = config.count("sliding_window_pattern", 6)
     layers = config.alternating(lambda layer: (layer + 1) % pattern != 0, full=0, sliding=1)
     capped = {

@@ -1,4 +1,4 @@
-"""GLM-4 dense (0414): norms before and behind both halves of a layer, half of each head turned in pairs."""
+"""GLM-4 dense (0414): norms before and after both halves of a layer, half of each head rotated in pairs."""
 
 from baton.engine.core.model_spec import ModelSpec, TensorNames
 from baton.engine.families.config import Config
@@ -6,7 +6,7 @@ from baton.engine.families.config import Config
 NAMES = TensorNames(
     after_attention="post_self_attn_layernorm", after_mlp="post_mlp_layernorm", gate_up=("mlp.gate_up_proj",)
 )
-HEAD_DIM = 128  # where the file is silent
+HEAD_DIM = 128  # default
 
 
 def glm4(config: Config) -> ModelSpec:

@@ -9,7 +9,7 @@ def granite(config: Config) -> ModelSpec:
 
 
 def multipliers(config: Config) -> dict:
-    """Return what all of Granite's families have beside Llama's layers."""
+    """Return what all families of Granite add to Llama's layers."""
     bias = config.flag("attention_bias")
     return {
         "attention_scale": config.number("attention_multiplier", 1.0),

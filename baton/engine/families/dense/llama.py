@@ -1,4 +1,4 @@
-"""Llama 2 to 3.3 and what shares its architecture (Falcon 3), Mistral, Ministral, SmolLM3."""
+"""Llama 2 to 3.3 and others of its architecture (Falcon 3), Mistral, Ministral, SmolLM3."""
 
 from dataclasses import replace
 
@@ -22,7 +22,7 @@ def ministral(config: Config) -> ModelSpec:
 
 
 def smollm3(config: Config) -> ModelSpec:
-    """Every fourth layer has no rope; windows, where there are any, are those layers'."""
+    """Return a spec in which every fourth layer has no rope; only those layers have windows, if there are any."""
     interval = config.count("no_rope_layer_interval", 4)
     default = [int((layer + 1) % interval != 0) for layer in range(config.num_layers)]
     turns = config.values.get("no_rope_layers") or default

@@ -1,4 +1,4 @@
-"""OLMo 2 and OLMo 3: norms behind attention and MLP, q and k normed over all heads; OLMo 3 has windows."""
+"""OLMo 2 and OLMo 3: norms after attention and MLP, q and k normed over all heads; OLMo 3 has windows."""
 
 from baton.engine.core.model_spec import ModelSpec, TensorNames
 from baton.engine.families.config import Config
@@ -16,7 +16,7 @@ def olmo2(config: Config) -> ModelSpec:
 
 
 def olmo3(config: Config) -> ModelSpec:
-    """Three layers with a window, then one without, whose rope alone is stretched."""
+    """Return a spec of three layers with a window, then one without, repeated; only the latter's rope is scaled."""
     layers = config.alternating(lambda layer: (layer + 1) % 4 != 0, full=0, sliding=1)
     theta = config.number("rope_theta", 5e5)
     return config.spec("olmo3", config.ropes_by_type(2048, theta, theta), layers, **_common(config))

@@ -1,5 +1,5 @@
-"""Phi-3, Phi-3.5 and Phi-4: Llama's layers with q, k, v in one tensor, gate and up in another; Phi-4-mini turns a part
-of each head."""
+"""Phi-3, Phi-3.5 and Phi-4: Llama's layers with q, k, v in one tensor and gate, up in another; Phi-4-mini rotates a
+part of each head."""
 
 from baton.engine.core.model_spec import ModelSpec, TensorNames
 from baton.engine.families.config import Config

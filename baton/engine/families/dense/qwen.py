@@ -17,7 +17,7 @@ def qwen3(config: Config) -> ModelSpec:
 
 
 def windowed(config: Config) -> tuple[LayerSpec, ...]:
-    """Windows from layer `max_window_layers` on, where they are asked for."""
+    """Return layers with windows from layer `max_window_layers` on, if the config turns them on."""
     if not config.flag("use_sliding_window") or config.window(4096) is None:
         return config.same_layers()
     first = config.values.get("max_window_layers", 28)

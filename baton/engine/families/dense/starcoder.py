@@ -1,4 +1,4 @@
-"""StarCoder2: layer norms and linears with biases, an MLP without gate."""
+"""StarCoder2: layer norms, linears with biases, an MLP without a gate."""
 
 from baton.engine.core.model_spec import ModelSpec, NormSpec, TensorNames
 from baton.engine.families.config import Config

@@ -1,4 +1,4 @@
-"""Bamba: layers of Mamba-2, and at some places Llama's attention with rope on half of each head."""
+"""Bamba: layers of Mamba-2 and some of Llama's attention with rope on half of each head."""
 
 from baton.engine.core.model_spec import LayerSpec, ModelSpec, TensorNames
 from baton.engine.families.config import Config

@@ -14,7 +14,7 @@ NAMES = TensorNames(
 
 
 def falcon_h1(config: Config) -> ModelSpec:
-    config.refuse("attention_bias", False)  # multipliers of inputs are taken over to outputs
+    config.refuse("attention_bias", False)  # multipliers of inputs are applied to outputs instead
     config.refuse("mamba_proj_bias", False)
     config.refuse("mlp_bias", False)
     groups = config.count("mamba_n_groups", 1)

@@ -1,4 +1,5 @@
-"""Granite 4 hybrid: layers of Mamba-2 and of attention, Granite's multipliers, a shared MLP beside experts or alone."""
+"""Granite 4 hybrid: layers of Mamba-2 and of attention, Granite's multipliers, a shared MLP beside experts or
+instead."""
 
 from baton.engine.core.model_spec import ExpertsSpec, LayerSpec, ModelSpec, TensorNames
 from baton.engine.families.config import Config

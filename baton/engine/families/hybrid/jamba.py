@@ -1,4 +1,4 @@
-"""Jamba: layers of Mamba and, at equal distances, of attention without positions; experts in place of some MLPs."""
+"""Jamba: layers of Mamba and, at equal distances, of attention without positions; experts instead of some MLPs."""
 
 from dataclasses import replace
 
@@ -53,7 +53,7 @@ def jamba(config: Config) -> ModelSpec:
 
 
 def _places(config: Config, key: str, period: int, offset: int) -> list[bool]:
-    """Return which layers are the ones that `key`_period and `key`_offset name."""
+    """Return which layers `key`_period and `key`_offset select."""
     period, offset = config.count(f"{key}_period", period), config.values.get(f"{key}_offset", offset)
     if offset not in range(period):
         raise ValueError(f"{key}_offset {offset!r:.40} is not below {key}_period {period}")

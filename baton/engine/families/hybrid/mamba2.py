@@ -1,4 +1,5 @@
-"""Mamba-2 (and Codestral Mamba in its layout): no attention, no MLP, no rope; and what hybrids have of it."""
+"""Mamba-2 (and Codestral Mamba in its layout): no attention, no MLP, no rope. Also the parts that hybrids share with
+it."""
 
 import math
 from dataclasses import replace
@@ -31,7 +32,7 @@ def mamba2(config: Config) -> ModelSpec:
         conv_bias=config.flag("use_conv_bias", True), projection_bias=config.flag("use_bias"),
         step_limit=step_limit(config), norm_groups=groups, eps=eps,
     )  # fmt: skip
-    # No layer has attention or an MLP: these are of none.
+    # Placeholders, since no layer has attention or an MLP.
     none = dict(num_attention_heads=1, num_key_value_heads=1, head_dim=16, intermediate_size=1)
     plain = Config(config.folder, config.values | none, config.generation)
     layers = (LayerSpec(rope=None, has_attention=False, state=state, has_mlp=False),) * config.num_layers
@@ -41,9 +42,9 @@ def mamba2(config: Config) -> ModelSpec:
 def state_of_mamba(
     config: Config, eps: float, norm_groups: int | None = None, inner: int | None = None, norm_first: bool = False
 ) -> Mamba2Spec:  # fmt: skip
-    """Return a hybrid's Mamba-2, from keys that begin with `mamba_`. `norm_groups`: None, as many as heads have;
-    `inner`: elements of a row, where they are not a multiple of the hidden size."""
-    config.refuse("hidden_act", "silu")  # the convolution's too
+    """Return a hybrid's Mamba-2, from keys that begin with `mamba_`. `norm_groups`: None for as many as heads have;
+    `inner`: elements of a row, if they are not a multiple of the hidden size."""
+    config.refuse("hidden_act", "silu")  # also the convolution's activation
     inner = inner or config.count("mamba_expand", 2) * config.count("hidden_size")
     groups = config.count("mamba_n_groups", 1)
     heads, given = config.count("mamba_n_heads", 128), config.values.get("mamba_d_head", "auto")
@@ -57,8 +58,8 @@ def state_of_mamba(
 
 
 def mixed(config: Config, layer: LayerSpec, state: StateSpec, types: object) -> tuple[LayerSpec, ...]:
-    """Return layers like `layer`, of which those that `types` calls mamba have a state in place of attention; no
-    `types`: all of them. Raises ValueError for types that are unknown or too few."""
+    """Return layers like `layer`, with a state instead of attention where `types` says mamba, or in all layers without
+    `types`. Raises ValueError for types that are unknown or too few."""
     types = [MAMBA] * config.num_layers if types is None else types
     if not isinstance(types, list) or len(types) != config.num_layers:
         raise ValueError(f"layer_types are not those of {config.num_layers} layers")
@@ -69,7 +70,7 @@ def mixed(config: Config, layer: LayerSpec, state: StateSpec, types: object) -> 
 
 
 def step_limit(config: Config) -> tuple[float, float]:
-    """Return `time_step_limit`, in which infinity is a word, alone or as transformers writes it."""
+    """Return `time_step_limit`, in which infinity is written as a word or in transformers' form."""
     given = config.values.get("time_step_limit") or (0.0, math.inf)
     least, largest = (float(each["__float__"] if isinstance(each, dict) else each) for each in given)
     if not 0 <= least < largest:

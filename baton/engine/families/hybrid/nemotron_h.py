@@ -1,5 +1,5 @@
-"""Nemotron-H: each layer is Mamba-2, attention without positions, an MLP without gate or experts of such, alone behind
-its norm."""
+"""Nemotron-H: each layer has a norm and one of Mamba-2, attention without positions, an MLP without a gate, or experts
+of such MLPs."""
 
 from baton.engine.core.model_spec import ExpertsSpec, LayerSpec, ModelSpec, NormSpec, TensorNames
 from baton.engine.core.state_spec import Mamba2Spec

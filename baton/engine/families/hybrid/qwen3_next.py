@@ -1,4 +1,4 @@
-"""Qwen3-Next and Qwen3.5: three layers of gated delta net to one of gated attention, zero-centred norms; an MLP, or
+"""Qwen3-Next and Qwen3.5: three layers of gated delta net for one of gated attention, zero-centred norms; an MLP, or
 experts beside a shared one."""
 
 from dataclasses import replace
@@ -10,7 +10,7 @@ from baton.engine.families.config import Config, around_predictor
 from baton.engine.families.hybrid.mamba2 import ATTENTION, MAMBA, mixed
 from baton.engine.families.mixture.qwen_moe import NAMES, SHARED, sparse
 
-HEAD_DIM = 256  # where the file is silent
+HEAD_DIM = 256  # default
 STACKED = ("mlp.gate", "mlp.experts.gate_up_proj", "mlp.experts.down_proj")
 
 
@@ -28,7 +28,7 @@ def qwen3_5(config: Config) -> ModelSpec:
 
 
 def qwen3_5_moe(config: Config) -> ModelSpec:
-    """Its config says nothing of MLPs: every layer has experts."""
+    """Return a spec with experts in every layer; the config does not mention MLPs."""
     experts = replace(_experts(config, 256, 8, True), stacked_names=STACKED)
     layers = sparse(config, _layers(config, is_split=True), experts)
     sizes = {"intermediate_size": experts.intermediate_size}

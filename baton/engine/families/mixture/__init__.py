@@ -1,1 +1,1 @@
-"""Families with a mixture of experts in place of the MLP of some or all layers."""
+"""Families with a mixture of experts instead of the MLP of some or all layers."""

@@ -73,7 +73,7 @@ def _spec(config: Config, family: str, router: dict[str, Any], renormalized: boo
 
 
 def _scale(latent: LatentSpec, rope: RopeSpec) -> float:
-    """Of scores: by the elements of a head before it is absorbed, and what yarn adds for all of them."""
+    """Return the factor on scores: by the elements of a head before absorption, and yarn's factor for all of them."""
     scale = (latent.nope_dim + latent.rope_dim) ** -0.5
     if rope.kind == "default" or not (mscale := rope.parameters.get("mscale_all_dim")):
         return scale

@@ -1,5 +1,4 @@
-"""gpt-oss: attention sinks, every other layer with a window, clamped SwiGLU, biases everywhere, experts in one
-tensor."""
+"""gpt-oss: attention sinks, a window in every other layer, clamped SwiGLU, biases everywhere, experts in one tensor."""
 
 from dataclasses import replace
 
@@ -7,7 +6,7 @@ from baton.engine.core.model_spec import ExpertsSpec, ModelSpec
 from baton.engine.families.config import Config
 
 NAMES = ("mlp.router", "mlp.experts.gate_up_proj", "mlp.experts.down_proj")
-# Where the file has no rope.
+# Used if the file has no rope.
 YARN = {
     "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
     "original_max_position_embeddings": 4096,

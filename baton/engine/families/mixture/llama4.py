@@ -1,5 +1,5 @@
-"""Llama 4's text layers: attention in chunks, every fourth layer without rope and of the whole context, its queries
-scaled by position; experts whose inputs the router scales, beside a shared one."""
+"""Llama 4's text layers: attention in chunks, except for every fourth layer, which sees the whole context without rope
+and scales queries by position; experts with inputs scaled by the router, beside a shared one."""
 
 from baton.engine.core.model_spec import ExpertsSpec, LayerSpec, ModelSpec, TemperatureSpec, TensorNames
 from baton.engine.families.config import Config

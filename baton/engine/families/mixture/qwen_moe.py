@@ -1,4 +1,4 @@
-"""Qwen1.5- and Qwen2-MoE, with an expert that every token visits, and Qwen3-MoE."""
+"""Qwen1.5-MoE and Qwen2-MoE, with an expert that every token visits, and Qwen3-MoE."""
 
 from dataclasses import replace
 
@@ -46,7 +46,7 @@ def qwen3_moe(config: Config) -> ModelSpec:
 
 
 def sparse(config: Config, layers: tuple[LayerSpec, ...], experts: ExpertsSpec) -> tuple[LayerSpec, ...]:
-    """Every `decoder_sparse_step`-th layer has experts, those of `mlp_only_layers` have none."""
+    """Return layers with experts in every `decoder_sparse_step`-th one, except those of `mlp_only_layers`."""
     step, dense = config.count("decoder_sparse_step", 1), config.values.get("mlp_only_layers") or ()
     return tuple(
         layer if index in dense or (index + 1) % step else replace(layer, experts=experts)
