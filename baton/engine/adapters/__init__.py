@@ -1,1 +1,1 @@
-"""LoRA adapters: read as PEFT stores them, held by identity, added to the rows of requests that name them."""
+"""LoRA adapters: read as PEFT stores them, held by identity, applied to the rows of requests that name them."""

@@ -1,5 +1,5 @@
-"""The adapters that an engine holds, by identity: a digest of weights and config, never a name. Each has a host copy,
-as it was read; some are ready to be applied, in slots."""
+"""Hold the adapters of an engine by identity: a digest of weights and config, never a name. Each has a copy on the
+host, as it was read; some are ready to be applied, in slots."""
 
 import logging
 import threading
@@ -16,21 +16,24 @@ from baton.engine.adapters.low_rank import LowRank
 from baton.engine.core.request import Refusal
 from baton.protocol import ADAPTER_LOADING, ADAPTER_SLOTS, NO_ADAPTER
 
-_RETRY_S = 0.02  # after which one that is made ready is, and a slot may be free
-_AWAITED_S = 2.0  # for which one that is ready keeps its slot for who asked for it: gateways ask again within a second
-_LACKED_S = 0.25  # for which it does once another lacks a slot: the first of a gateway's line asks again after 0.05 s
-_PAUSE_S = 10.0  # after which one that could not be made ready is tried again
+_RETRY_S = 0.02  # a request that found its adapter or a slot not ready may try again after this time
+# A ready adapter keeps its slot so long for the request that waited for it: gateways ask again within a second.
+_AWAITED_S = 2.0
+# The same once another adapter lacks a slot: the first request in a gateway's queue asks again after 0.05 s.
+_LACKED_S = 0.25
+_PAUSE_S = 10.0  # after a failure to make an adapter ready, it is tried again after this time
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class Adapter:
-    """An adapter ready to be applied. Who holds it may use it, whatever becomes of its name meanwhile."""
+    """Hold an adapter ready to be applied. Its holders may use it whatever happens to its name meanwhile."""
 
     name: str
     source: LoraFolder
-    layers: tuple[Mapping[str, LowRank], ...]  # by the field of `Layer` that each adds to; none where others have it
+    # By the field of `Layer` that each adds to; empty for layers of other processes.
+    layers: tuple[Mapping[str, LowRank], ...]
 
     @property
     def identity(self) -> bytes:
@@ -42,38 +45,40 @@ class Adapter:
 
 
 class AdaptedModel(Protocol):
-    """A model that may have adapters. Both raise ModelError."""
+    """Read and make adapters for a model. Both methods raise ModelError."""
 
     def read_adapter(self, folder: Path) -> LoraFolder:
         """Return an adapter as it was read, whole in memory."""
         ...
 
     def make_adapter(self, name: str, lora: LoraFolder) -> Adapter:
-        """Return one that is ready to be applied."""
+        """Return an adapter that is ready to be applied."""
         ...
 
 
 class Adapters:
-    """Thread-safe. At most `num_slots` are ready at once, those that requests use and the last that they used."""
+    """Hold adapters and their slots; thread-safe. At most `num_slots` are ready at a time: those in use and those last
+    used."""
 
     def __init__(self, model: AdaptedModel, num_slots: int | None = None):
-        """`num_slots` None: as many as there are."""
+        """Hold adapters for `model`; without `num_slots` the slots are unlimited."""
         self._model, self._num_slots = model, num_slots
         self._lock = threading.Lock()
         self._copies: dict[str, LoraFolder] = {}  # by name
-        self._ready: dict[bytes, Adapter] = {}  # those used longest ago first
-        # Without a name, where slots have no bound and none is ever evicted: each as long as requests hold it.
+        self._ready: dict[bytes, Adapter] = {}  # the least recently used come first
+        # Nameless adapters, if slots are unlimited and nothing is evicted: each lives as long as requests hold it.
         self._unnamed: WeakValueDictionary[bytes, Adapter] = WeakValueDictionary()
         self._making: dict[bytes, Future[Adapter]] = {}  # each has its slot already
-        self._awaited_until: dict[bytes, float] = {}  # of those that no request has taken since, time.monotonic()
-        self._retry_at: dict[bytes, float] = {}  # of those that could not be made ready, time.monotonic()
+        # Adapters that no request has taken since they became ready, time.monotonic().
+        self._awaited_until: dict[bytes, float] = {}
+        self._retry_at: dict[bytes, float] = {}  # adapters that could not be made ready, time.monotonic()
         self._thread = ThreadPoolExecutor(1, "adapters")
 
     def add(self, name: str, folder: Path) -> bytes:
-        """Read an adapter, and give it to requests from now on: a name that is taken stands for this one. Returns its
-        identity. Raises ModelError, and then nothing has changed."""
+        """Read an adapter and give it to requests from now on, replacing one of the same name; return its identity.
+        Raises ModelError, and then nothing has changed."""
         copy = self._model.read_adapter(folder)
-        made = self._model.make_adapter(name, copy)  # which finds what is wrong with it
+        made = self._model.make_adapter(name, copy)  # finds what is wrong with it
         with self._lock:
             self._copies[name] = copy
             if self._has_slot and not {copy.identity} & (self._ready.keys() | self._making.keys()):
@@ -82,19 +87,19 @@ class Adapters:
         return copy.identity
 
     def remove(self, name: str) -> bool:
-        """Take an adapter from new requests; return whether there was one."""
+        """Hide an adapter from new requests; return whether it existed."""
         with self._lock:
             was_here = self._copies.pop(name, None) is not None
             self._let_go()
             return was_here
 
     def find(self, identity: bytes, in_use: Callable[[], Collection[Adapter]]) -> Adapter:
-        """Return the adapter of this identity; `in_use()` gives those that live requests hold. Raises Refusal:
-        no_adapter, also for a while after it could not be made ready; adapter_loading, and it is being made ready;
-        adapter_slots, all being in use."""
+        """Return the adapter of this identity; `in_use()` returns those that live requests hold. Raises Refusal:
+        no_adapter if it is unknown, or for a while after it could not be made ready; adapter_loading while it is being
+        made ready; adapter_slots if all slots are in use."""
         with self._lock:
             ready, copy = self._ready.get(identity) or self._unnamed.get(identity), self._copy(identity)
-            # Of one without a name a leg may yet come, as long as the request that began with it is here.
+            # A leg may still ask for a nameless one, as long as the request that began with it is here.
             if ready is not None and (copy is not None or ready in in_use()):
                 if identity in self._ready:
                     self._ready[identity] = self._ready.pop(identity)
@@ -109,7 +114,7 @@ class Adapters:
             raise Refusal(ADAPTER_LOADING, retry_after_s=_RETRY_S)
 
     def wait(self, identity: bytes) -> None:
-        """Wait until an adapter that is being made ready is. Raises what making it does."""
+        """Wait until an adapter that is being made ready is ready. Raises what making it raises."""
         with self._lock:
             making = self._making.get(identity)
         if making is not None:
@@ -117,26 +122,26 @@ class Adapters:
 
     @property
     def summary(self) -> str:
-        """Return what the engine's start line says of it."""
+        """Return the words on adapters for the engine's start line."""
         with self._lock:
             names, mebibytes = list(self._copies), sum(each.num_bytes for each in self._ready.values()) / (1 << 20)
         slots = "" if self._num_slots is None else f" of {self._num_slots} slots"
         return f"; adapters {', '.join(names)} ({mebibytes:.1f} MiB{slots})" if names else ""
 
     def listed(self) -> dict[str, bytes]:
-        """Return the identity of all that requests may name, by name."""
+        """Return the identities of all adapters that requests may name, by name."""
         with self._lock:
             return {name: copy.identity for name, copy in self._copies.items()}
 
     @property
     def ready(self) -> list[bytes]:
-        """The identities of those in slots, used longest ago first."""
+        """Return the identities of the adapters in slots, least recently used first."""
         with self._lock:
             return list(self._ready)
 
     @property
     def reported_ready(self) -> tuple[bytes, ...]:
-        """The identities of those in slots; none where slots have no bound, and each is ready."""
+        """Return the identities of the adapters in slots; empty if slots are unlimited, since then each is ready."""
         return () if self._num_slots is None else tuple(self.ready)
 
     def _copy(self, identity: bytes) -> tuple[str, LoraFolder] | None:
@@ -147,16 +152,16 @@ class Adapters:
         return self._num_slots is None or len(self._ready) + len(self._making) < self._num_slots
 
     def _let_go(self) -> None:
-        """Leave those that have lost their last name to the requests that hold them, where slots have no bound."""
+        """Leave adapters that lost their last name to the requests that hold them, if slots are unlimited."""
         if self._num_slots is None:
             named = {copy.identity for copy in self._copies.values()}
             for identity in self._ready.keys() - named:
                 self._unnamed[identity] = self._ready.pop(identity)
 
     def _evict(self, in_use: Collection[Adapter]) -> bool:
-        """Empty the slot of one that nobody uses or waits for, without a name if there is such a one; return whether
-        there was any. Where there was none, one that a request waits for is not kept for long: another worker may have
-        served that."""
+        """Empty the slot of an adapter that nobody uses or waits for, preferably a nameless one; return whether there
+        was one. If there was none, an adapter that a request waits for keeps its slot only briefly: another worker may
+        have served that request."""
         now = time.monotonic()
         unnamed = {identity for identity in self._ready if self._copy(identity) is None}
         awaited = {identity for identity, until in self._awaited_until.items() if now < until} - unnamed
@@ -173,7 +178,7 @@ class Adapters:
         return bool(idle)
 
     def _make_ready(self, identity: bytes, name: str, copy: LoraFolder) -> Adapter:
-        """Make one ready in its slot."""
+        """Make an adapter ready in its slot."""
         try:
             made = self._model.make_adapter(name, copy)
             with self._lock:

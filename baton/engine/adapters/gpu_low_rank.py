@@ -1,4 +1,4 @@
-"""Adapters as Triton's kernels apply them to the rows of a step on a GPU (kernels/low_rank.py)."""
+"""Apply adapters to the rows of a step on a GPU by Triton kernels (kernels/low_rank.py)."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,15 +15,15 @@ from baton.engine.core.batch import AdapterRows
 from baton.engine.core.device import sent
 from baton.engine.kernels import low_rank as kernels
 
-# A row is multiplied in one tile shape, whatever shares its step: of 64 rows, the least that a warp group multiplies.
+# A row is always multiplied in one tile shape: of 64 rows, since a warp group multiplies no fewer.
 BLOCK_M, BLOCK_N, BLOCK_K, BLOCK_R = 64, 64, 64, 16
 
 
 class GpuLowRank(LowRank):
-    """The pairs of one linear layer, A and B of all its modules in one matrix each."""
+    """Hold the pairs of one linear layer, with A and B of all its modules in one matrix each."""
 
     def __init__(self, down: Tensor, ups: Sequence[Tensor]):
-        """On the device, in the compute dtype."""
+        """Join the pairs, which are on the device and in the compute dtype."""
         missing = -down.shape[0] % BLOCK_R
         self.down = F.pad(down, (0, 0, 0, missing)).contiguous()
         self.up = F.pad(torch.block_diag(*ups), (0, missing)).contiguous()
@@ -34,7 +34,7 @@ class GpuLowRank(LowRank):
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Return the numbers of inputs and of outputs."""
+        """Return the numbers of inputs and outputs."""
         return self.down.shape[1], self.up.shape[0]
 
     @property
@@ -44,10 +44,10 @@ class GpuLowRank(LowRank):
 
 @dataclass(frozen=True, slots=True)
 class StepAdapters:
-    """The adapters of one step."""
+    """Hold the adapters of one step."""
 
-    tiles: Tensor  # int64 [N, 3]: as the kernels read them
-    tables: tuple[Tensor, ...]  # which the tiles point at: held
+    tiles: Tensor  # int64 [N, 3], as the kernels read them
+    tables: tuple[Tensor, ...]  # kept alive, since the tiles point at them
     largest_rank: int
 
     def add(self, layer: int, name: str, x: Tensor, y: Tensor) -> None:
@@ -66,14 +66,14 @@ class StepAdapters:
 
 
 class GpuAdapters:
-    """The adapters of one model as tables of addresses on its device."""
+    """Hold the adapters of one model as tables of addresses on its device."""
 
     def __init__(self, device: torch.device):
         self._device = device
         self._tables: WeakKeyDictionary[Adapter, Tensor] = WeakKeyDictionary()
 
     def plan(self, adapters: Sequence[AdapterRows]) -> StepAdapters | None:
-        """Return the adapters of a step, cut into tiles of rows; None: none adds to a layer that is here. Nothing waits
+        """Return the adapters of a step, divided into tiles of rows; None if none adds to a layer here. Nothing waits
         for the device."""
         tables = {each: self._table(each) for each in dict.fromkeys(rows.adapter for rows in adapters)}
         largest = max((pair.rank for each in tables for layer in each.layers for pair in layer.values()), default=0)
@@ -87,7 +87,7 @@ class GpuAdapters:
         return StepAdapters(self._sent(tiles), tuple(tables.values()), largest)
 
     def warm_up(self, adapter: Adapter, dtype: torch.dtype) -> None:
-        """Compile what an adapter asks for, before requests do. `dtype`: of rows."""
+        """Compile the kernels that an adapter needs, before requests come. `dtype`: of rows."""
         with torch.inference_mode():
             plan = self.plan([AdapterRows(0, 1, adapter)])
             for index, layer in enumerate(adapter.layers):
@@ -97,7 +97,7 @@ class GpuAdapters:
                     plan.add(index, name, x, y)
 
     def _table(self, adapter: Adapter) -> Tensor:
-        """Return an adapter's pairs, int64 [layers * LINEARS, 3]."""
+        """Return the addresses of an adapter's pairs, int64 [layers * LINEARS, 3]."""
         if (table := self._tables.get(adapter)) is None:
             pairs = [layer.get(name) for layer in adapter.layers for name in LINEARS]
             rows = [

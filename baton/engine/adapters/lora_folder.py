@@ -1,5 +1,5 @@
 """Read an adapter's folder as PEFT writes it, adapter_config.json and adapter_model.safetensors: pairs of low-rank
-matrices by the module that they add to. What cannot be added row by row is refused in one line."""
+matrices by module. What cannot be added row by row is refused in one line."""
 
 import hashlib
 import json
@@ -19,25 +19,25 @@ from baton.model_files import why_not_itself
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 MAX_RANK = 256
 _TENSOR = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")
-# What stands in place of `model.` where the text model is within another, in transformers now and before 4.52.
+# Prefixes in place of `model.` if the text model is within another, in transformers now and before 4.52.
 _AROUND = ("model.language_model.", "language_model.model.")
-# Settings of other methods than plain LoRA on linear layers, and the values that leave them out.
+# Settings of methods other than plain LoRA on linear layers, and the values that turn them off.
 _PLAIN = {
     "use_dora": (False,), "bias": ("none",), "lora_bias": (False,), "fan_in_fan_out": (False,), "modules_to_save": ([],),
     "layer_replication": ([],), "trainable_token_indices": ([], {}), "target_parameters": ([],),
     "alora_invocation_tokens": ([],), "use_qalora": (False,), "use_bdlora": (False, {}), "arrow_config": (), "kasa_config": (),
 }  # fmt: skip
-# How PEFT may have begun and left the base as it is. Others (pissa, olora, corda, loftq, lora_ga) take from the base's
-# weights what the pairs begin as, which makes an adapter of another base than the one that is served.
+# Initializations of PEFT that leave the base as it is. Others (pissa, olora, corda, loftq, lora_ga) change the base's
+# weights, so the adapter belongs to another base than the one that is served.
 _BEGINNINGS = (None, True, False, "gaussian", "eva", "orthogonal", "mica")
 
 
 class LoraFolder:
-    """The pairs of one adapter, whole in memory: the folder may change or go once this is made."""
+    """Hold the pairs of one adapter, whole in memory, so that the folder may change or vanish."""
 
     def __init__(self, folder: Path, files: tuple[bytes, bytes] | None = None):
-        """`files`: what `files` of another process has returned, in place of the folder's. Raise ModelError for a
-        folder that cannot be read, or that is no plain LoRA."""
+        """Read a folder, or `files` as the property of another process returned them. Raises ModelError if the folder
+        cannot be read or is not plain LoRA."""
         self.folder = folder
         self._config = read_json(folder / CONFIG) if files is None else json.loads(files[0])
         self._check_config()
@@ -49,7 +49,7 @@ class LoraFolder:
 
     @property
     def files(self) -> tuple[bytes, bytes]:
-        """Return config and weights for another process, which has the same pairs from them."""
+        """Return config and weights for another process, which makes the same pairs of them."""
         tensors = {
             f"base_model.model.{module}.lora_{part}.weight": tensor
             for module, pair in self._pairs.items()
@@ -58,8 +58,8 @@ class LoraFolder:
         return json.dumps(self._config).encode(), save(tensors)
 
     def pair(self, module: str, out_features: int, in_features: int) -> tuple[Tensor, Tensor] | None:
-        """Return A [rank, in_features] and B [out_features, rank], fp32, B with the adapter's scale; None: it leaves
-        the module as it is. Raises ModelError where shapes are those of another base."""
+        """Return A [rank, in_features] and B [out_features, rank], fp32, B with the adapter's scale; None if the
+        adapter does not change the module. Raises ModelError if the shapes are those of another base."""
         names = (module, *(around + module.removeprefix("model.") for around in _AROUND))
         if (name := next(filter(self._pairs.__contains__, names), None)) is None:
             return None
@@ -72,8 +72,7 @@ class LoraFolder:
         return pair["A"].float(), pair["B"].float() * self._scale(name, rank)
 
     def check_all_read(self) -> None:
-        """Raise ModelError where a module of the adapter is none that the base can add to; then all may be read
-        again."""
+        """Raise ModelError if the adapter has a module that the base cannot take; then allow all to be read again."""
         left, self._left = self._left, dict.fromkeys(self._pairs)
         if left:
             raise self._wrong(next(iter(left)), "is no linear layer of this base that adapters are served for")
@@ -142,7 +141,7 @@ class LoraFolder:
         return alpha / (math.sqrt(rank) if self._config.get("use_rslora") else rank)
 
     def _of_pattern(self, key: str, module: str, default):
-        """Return the value of the first pattern that the module's name ends in, as PEFT matches them."""
+        """Return the value of the first pattern that matches the end of the module's name, as PEFT matches them."""
         for pattern, value in (self._config.get(key) or {}).items():
             try:
                 if re.match(rf"(.*\.)?({pattern})$", module):

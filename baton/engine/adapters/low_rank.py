@@ -1,7 +1,7 @@
-"""What an adapter adds to one linear layer: two small products, B (A x).
+"""The addition of an adapter to one linear layer: two small products, B (A x).
 
-The layers of a model hold several modules in one kernel, their outputs turned and padded. An adapter's pairs are joined
-the same way: the A of all modules one above the other, each B for its own A's rows.
+A model's layers hold several modules in one kernel, with outputs reordered and padded. An adapter's pairs are joined
+the same way: the A of all modules one above the other, each B for the rows of its own A.
 """
 
 from abc import ABC, abstractmethod
@@ -15,25 +15,25 @@ from baton.engine.adapters.lora_folder import LoraFolder
 from baton.engine.layers.linear import LinearKernel
 from baton.engine.weights.forms import DenseWeight, Weight
 
-# Of a layer that may have pairs, as `Adapted` of native/layers/fused.h numbers them.
+# Linears that may have pairs, numbered as in `Adapted` of native/layers/fused.h.
 LINEARS = ("qkv", "output", "gate_up", "down")
-MakeKernel = Callable[[Weight, Tensor | None, int, bool], LinearKernel]  # as of models.linears
+MakeKernel = Callable[[Weight, Tensor | None, int, bool], LinearKernel]  # as in models.linears
 
 
 class LowRank(ABC):
-    """What the layers of a model apply in the way that they are run."""
+    """Hold one low-rank pair in the form that the model's layers apply."""
 
     @property
     @abstractmethod
     def num_bytes(self) -> int:
-        """Of both matrices."""
+        """Return the bytes of both matrices."""
 
 
 MakeLowRank = Callable[[Tensor, Sequence[Tensor]], LowRank]  # A [rank, in], the B of each module [out, its own ranks]
 
 
 class ComposedLowRank(LowRank):
-    """x [R, in] -> what is added to y [R, out], both in the compute dtype, by the kernels that the layer itself may
+    """Compute x [R, in] -> the addition to y [R, out], both in the compute dtype, by kernels as the layer itself may
     have. Rows are as independent as these make them."""
 
     def __init__(self, make: MakeKernel, down: Tensor, ups: Sequence[Tensor]):
@@ -48,13 +48,13 @@ class ComposedLowRank(LowRank):
 
 
 class LowRanks:
-    """Reads the pairs of one adapter by the calls that read the modules of its base (models.linears.Linears)."""
+    """Read the pairs of one adapter by the calls that read the modules of its base (models.linears.Linears)."""
 
     def __init__(
         self, folder: LoraFolder, make: MakeLowRank, dtype: torch.dtype, device: torch.device,
         range_of: Callable[[int], range] = range,
     ):  # fmt: skip
-        """`range_of`: which of so many outputs this process has, where ranks share them."""
+        """Read pairs for this process, which has the part `range_of(n)` of n outputs if ranks share them."""
         self._folder, self._make, self._dtype, self._device, self._range_of = folder, make, dtype, device, range_of
 
     def read(
@@ -71,8 +71,8 @@ class LowRanks:
         column_parallel: bool = False,
         num_outputs: int = 0,
     ) -> LowRank | None:
-        """Return what is added to the outputs of these modules; None: nothing. Arguments as of Linears.read; of inputs
-        that ranks share it takes all."""
+        """Return the addition to the outputs of these modules; None if nothing is added. Arguments as for Linears.read.
+        Of inputs divided among ranks it takes all."""
         found = [self._folder.pair(module, size, in_features) for module, size in zip(modules, sizes, strict=True)]
         if not any(found):
             return None

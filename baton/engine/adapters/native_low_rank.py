@@ -1,4 +1,4 @@
-"""Adapters as native kernels apply them to the rows of a step (native/layers/low_rank.cpp)."""
+"""Apply adapters to the rows of a step by native kernels (native/layers/low_rank.cpp)."""
 
 import ctypes
 from array import array
@@ -19,13 +19,13 @@ _RANKS, _INPUTS = 4, 32  # of a tile of A
 
 
 class _Up(ctypes.Structure):
-    """`Up` of native/layers/fused.h."""
+    """Mirror `Up` of native/layers/fused.h."""
 
     _fields_ = [("values", _POINTER), *((name, _INT) for name in ("first_out", "num_out", "first_rank", "rank"))]
 
 
 class _LowRank(ctypes.Structure):
-    """`LowRank` of native/layers/fused.h."""
+    """Mirror `LowRank` of native/layers/fused.h."""
 
     _fields_ = [
         *((name, _POINTER) for name in ("down", "ups")),
@@ -34,16 +34,16 @@ class _LowRank(ctypes.Structure):
 
 
 class _AdapterRows(ctypes.Structure):
-    """`AdapterRows` of native/layers/fused.h."""
+    """Mirror `AdapterRows` of native/layers/fused.h."""
 
     _fields_ = [("rows", _POINTER), ("num_rows", _INT), ("layers", _POINTER)]
 
 
 class NativeLowRank(LowRank):
-    """The pairs of one linear layer; A in tiles, B in vectors of outputs."""
+    """Hold the pairs of one linear layer: A in tiles, B in vectors of outputs."""
 
     def __init__(self, down: Tensor, ups: Sequence[Tensor]):
-        """Sizes of inputs and outputs are multiples of 16."""
+        """Pack the pairs; the numbers of inputs and outputs are multiples of 16."""
         self._down, self._ups, structs = _in_tiles(down), [], []
         first_out = first_rank = 0
         for up in ups:
@@ -63,30 +63,29 @@ class NativeLowRank(LowRank):
 
 
 def _in_tiles(down: Tensor) -> Tensor:
-    """Return A [rank, in] as the kernel reads it, one stretch of memory for each tile of ranks."""
+    """Return A [rank, in] as the kernel reads it, with each tile of ranks contiguous."""
     padded = F.pad(down, (0, -down.shape[1] % _INPUTS, 0, -down.shape[0] % _RANKS))
     return padded.unflatten(1, (-1, _INPUTS)).unflatten(0, (-1, _RANKS)).transpose(1, 2).contiguous()
 
 
 class NativeAdapters:
-    """The adapters of one model as structs."""
+    """Hold the adapters of one model as structs."""
 
     def __init__(self) -> None:
         self._tables: WeakKeyDictionary[Adapter, Array] = WeakKeyDictionary()
         self._rows: dict[Adapter, array] = {}
 
     def rows(self, adapters: Sequence[AdapterRows]) -> Array:
-        """Return the structs of a step, one for each adapter wherever its rows lie: good until the next
-        step's are asked for."""
+        """Return the structs of a step, one for each adapter's rows. They are valid until the next call."""
         rows: dict[Adapter, array] = {}
         for begin, end, adapter in adapters:
             rows.setdefault(adapter, array("q")).extend(range(begin, end))
         structs = [_AdapterRows(own.buffer_info()[0], len(own), self._table(each)) for each, own in rows.items()]
-        self._rows = rows  # what the structs point at
+        self._rows = rows  # the structs point at these
         return (_AdapterRows * len(structs))(*structs)
 
     def _table(self, adapter: Adapter) -> int:
-        """Return the address of an adapter's pairs, [layers][LINEARS], as long as it lives."""
+        """Return the address of an adapter's pairs, [layers][LINEARS], valid as long as the adapter lives."""
         if (table := self._tables.get(adapter)) is None:
             pairs = [layer.get(name) for layer in adapter.layers for name in LINEARS]
             structs = [pair.struct if isinstance(pair, NativeLowRank) else _LowRank() for pair in pairs]
