@@ -1,4 +1,5 @@
-"""One rank of a model, started by the first one (ranks/process.py): reads its part, then computes what it is told."""
+"""One rank of a model, started by the first one (ranks/process.py): it reads its part, then computes what it is
+told."""
 
 import socket
 import sys

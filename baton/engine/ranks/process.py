@@ -1,6 +1,6 @@
-"""One rank as a process of this host: how it is started, what it is told on its stdin, and what it says on its stdout,
-once: that it has its part of the model, or why not. The end of stdin tells it to go. A rank of another host is told and
-says the same over a connection that is handed in."""
+"""One rank as a process of this host. It is told its assignment on stdin, and answers once on stdout that it has its
+part of the model or why not. The end of stdin tells it to exit. A rank of another host is told and says the same over a
+connection that is handed in."""
 
 import json
 import os
@@ -24,31 +24,31 @@ from baton.engine.parallel.stage import PipelineStage
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """What a rank is told. Descriptors are inherited by one of this host; one of another host has its own memory."""
+    """Tell a rank what it is. A rank of this host inherits the descriptors; one of another host has its own memory."""
 
     config: EngineConfig  # resolved
     pool_fd: int = -1
     pool_bytes: int = 0
-    memory_fd: int = -1  # of the collectives of those that share its layers
+    memory_fd: int = -1  # of the collectives of ranks that share its layers
     memory_bytes: int = 0
     rows_fd: int = -1  # of a stage: the rows of a step
     rows_bytes: int = 0
     shard: Shard = WHOLE
     stage: PipelineStage | None = None
     stream_fd: int = -1  # of a stage's first rank: a socket to the first stage; on a GPU: to its worker, for KV
-    identity: str = ""  # of the model, where a rank reads files of its own
-    build: str = ""  # digest of the worker's code, where a rank runs code of its own
+    identity: str = ""  # of the model, if a rank reads its own files
+    build: str = ""  # digest of the worker's code, if a rank runs its own code
     device: str = "cpu"
-    store: str = ""  # on GPUs: a file by which ranks find each other
+    store: str = ""  # on GPUs: a file through which ranks find each other
 
     def line(self) -> str:
-        """Return it as one line of JSON."""
+        """Return the assignment as one line of JSON."""
         stage = self.stage and {"index": self.stage.index, "layers": [self.stage.layers.start, self.stage.layers.stop]}
         return json.dumps(asdict(replace(self, stage=None)) | {"stage": stage}, default=str)
 
     @classmethod
     def parse(cls, line: str) -> "Assignment":
-        """Return what `line` gives."""
+        """Return the assignment from a `line`."""
         fields = json.loads(line)
         config = fields["config"] | {"model": Path(fields["config"]["model"])}
         if (stage := fields["stage"]) is not None:
@@ -58,29 +58,29 @@ class Assignment:
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """What a rank has read, and with what it computes."""
+    """Report what a rank has read, and with what it computes."""
 
     weights: WeightReport
-    computes: tuple[str, ...]  # attention, layers, instructions: ranks that differ would differ in bits
+    computes: tuple[str, ...]  # attention, layers, instructions: ranks that differ here would differ in bits
 
     @classmethod
     def of(cls, model: Model) -> "Ready":
-        """Return what a rank says that has this part of a model."""
+        """Return the report of a rank with this part of a model."""
         return cls(model.weights, (model.attention.name, model.layers_name, instruction_set(model.device)))
 
     def line(self) -> str:
-        """Return it as one line of JSON."""
+        """Return the report as one line of JSON."""
         return json.dumps(asdict(self))
 
     @classmethod
     def parse(cls, fields: dict) -> "Ready":
-        """Return what a line's object gives."""
+        """Return the report from a line's object."""
         weights = fields["weights"] | {"notes": tuple(fields["weights"]["notes"])}
         return cls(WeightReport(**weights), tuple(fields["computes"]))
 
 
 class RankProcess:
-    """See the module."""
+    """Run one rank as a child process, as the module describes."""
 
     still = "stands still"
     missed_beats = 15  # 1.5 s
@@ -89,9 +89,9 @@ class RankProcess:
         fds = tuple(fd for fd in (given.pool_fd, given.memory_fd, given.rows_fd, given.stream_fd) if fd >= 0)
         self._process = subprocess.Popen(
             [sys.executable, "-m", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-            pass_fds=fds, start_new_session=True,  # Ctrl-C is the leader's, which drains
+            pass_fds=fds, start_new_session=True,  # Ctrl-C goes to the leader, which drains
         )  # fmt: skip
-        with suppress(BrokenPipeError):  # it has ended: `next_message` tells so
+        with suppress(BrokenPipeError):  # it has ended: `next_message` says so
             os.write(self._stdin.fileno(), f"{given.line()}\n".encode())
 
     @property
@@ -100,16 +100,16 @@ class RankProcess:
 
     @property
     def where(self) -> str:
-        """Return how people find it."""
+        """Return where people find the process."""
         return f"pid {self.pid}"
 
     def missing(self, seconds: float) -> str:
-        """Return the words for a rank that has said nothing for so long."""
+        """Return the words for a rank that has been silent for `seconds`."""
         return f"was not ready {seconds:.0f} s after its start"
 
     def next_message(self, deadline: float) -> dict | str | None:
-        """Wait for what it says, at most until time.monotonic() is `deadline`: then None; a str says why it ends. It
-        writes whole lines."""
+        """Wait for a message of the rank, which writes whole lines. Return None at `deadline` (time.monotonic()), or a
+        str that says why the rank ended."""
         ready, _, _ = select.select([self._stdout], [], [], max(0.0, deadline - time.monotonic()))
         if not ready:
             return None
@@ -125,18 +125,18 @@ class RankProcess:
         return f"was killed by signal {-status}" if status < 0 else f"ended with status {status}"
 
     def core_wait_s(self) -> float:
-        """Return the seconds for which its threads have waited for a core; 0 where that is not known."""
+        """Return the seconds that its threads have waited for a core; 0 if unknown."""
         return sum(waited for _, waited in system.run_and_wait_ns(pid=self.pid).values()) / 1e9
 
     def ask_to_end(self) -> None:
-        with suppress(BrokenPipeError):  # it has ended before it was told what it is
+        with suppress(BrokenPipeError):  # it ended before it got its assignment
             self._stdin.close()
 
     def kill(self) -> None:
         self._process.kill()
 
     def end(self, deadline: float) -> None:
-        """Wait until it has ended; kill it when time.monotonic() is `deadline`."""
+        """Wait until it has ended; kill it at `deadline` (time.monotonic())."""
         try:
             self._process.wait(max(0.0, deadline - time.monotonic()))
         except subprocess.TimeoutExpired:

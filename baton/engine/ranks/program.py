@@ -1,5 +1,5 @@
-"""What the program of every rank does, whatever it computes on: it says that it is ready or why not, says often that it
-runs, and leaves with the first rank."""
+"""The common program of all ranks, whatever they compute on: say once that the part is ready or why not, say often that
+the process runs, and exit with the first rank."""
 
 import json
 import mmap
@@ -18,7 +18,7 @@ from baton.engine.ranks.spawn import BEAT_S
 
 
 def ready(load: Callable[[], Model]) -> Model:
-    """Load this rank's part, and say that it is there; or why not, and exit."""
+    """Load this rank's part and say that it is ready; on an error say why, and exit."""
     failpoints.hit("rank.load")
     try:
         model = load()
@@ -31,7 +31,7 @@ def ready(load: Callable[[], Model]) -> Model:
 
 
 def map_memory(fd: int, num_bytes: int) -> memoryview:
-    """Return memory behind a descriptor that was inherited."""
+    """Return the memory behind an inherited descriptor."""
     return memoryview(mmap.mmap(fd, num_bytes))
 
 
@@ -55,7 +55,7 @@ def say_often(beat: Callable[[], None]) -> None:
 
 
 def leave_with_leader() -> None:
-    """Exit when stdin is closed, by hand or by the end of the first rank."""
+    """Exit when stdin is closed, explicitly or by the end of the first rank."""
     while os.read(0, 1024):  # not by sys.stdin, which main has locked
         pass
     os._exit(0)

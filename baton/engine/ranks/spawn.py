@@ -26,14 +26,14 @@ from baton.engine.ranks.process import Assignment, RankProcess, Ready
 
 START_S = 600.0  # for all ranks to read their parts
 BEAT_S = 0.1
-# Where one waits for a core meanwhile, for a quarter of that time at least: beside many busy processes one was silent
-# for 1.5 s.
+# The same for a rank that waits for a core for at least a quarter of the time: beside many busy processes a rank was
+# silent for 1.5 s.
 MISSED_BEATS_OF_BUSY_HOST = 150
 END_S = 2.0
 
 
 class SharedMemory(Protocol):
-    """Memory with a file behind it, which ranks map."""
+    """Provide memory with a file behind it, which ranks map."""
 
     @property
     def memory(self) -> memoryview: ...
@@ -43,7 +43,7 @@ class SharedMemory(Protocol):
 
 
 class OwnMemory:
-    """Zeroed memory that processes which are started here can map."""
+    """Hold zeroed memory that child processes can map."""
 
     def __init__(self, num_bytes: int):
         self.fd, read_only = system.shared_memory(num_bytes)
@@ -52,10 +52,10 @@ class OwnMemory:
 
 
 class Rank(Protocol):
-    """Another rank than the first, as ranks/process.py has one of this host."""
+    """Describe a rank other than the first; ranks/process.py implements it for this host."""
 
-    still: str  # words for one that gives no sign of life
-    missed_beats: int  # in a row, while the watching thread itself ran, and it is lost
+    still: str  # words for a rank that gives no sign of life
+    missed_beats: int  # so many in a row, while the watching thread itself runs, mean that the rank is lost
 
     @property
     def where(self) -> str: ...
@@ -69,22 +69,22 @@ class Rank(Protocol):
 
 
 class JoinedRank(Rank, Protocol):
-    """A rank of another host."""
+    """Describe a rank of another host."""
 
     @property
     def stream(self) -> RankStream: ...
 
 
 class Joining(Protocol):
-    """Where ranks of other hosts join."""
+    """Accept ranks of other hosts."""
 
     def place(self, given: Assignment) -> JoinedRank:
-        """Offer a place to the next one."""
+        """Offer an assignment to the next rank that joins."""
         ...
 
 
 class RankGroup(Protocol):
-    """The first rank's end of what joins all ranks."""
+    """Describe the first rank's end of what joins all ranks."""
 
     @property
     def degree(self) -> int:
@@ -96,22 +96,22 @@ class RankGroup(Protocol):
         ...
 
     def waited_s(self, rank: int) -> float:
-        """Return for how long a rank has waited for others."""
+        """Return for how many seconds a rank has waited for others."""
         ...
 
     def lose(self) -> None:
-        """Let every wait for a rank end with RankLost."""
+        """Make every wait for a rank end with RankLost."""
         ...
 
 
 class Ranks:
-    """All ranks of an engine but its own, which is the first. `wait` once; `close` ends them. From `wait` on a thread
-    watches them: where one has died or stands still every wait for it ends with RankLost."""
+    """Hold all ranks of an engine except its own, which is the first. Call `wait` once; `close` ends them. From `wait`
+    on a thread watches them: if one has died or stands still, every wait for it ends with RankLost."""
 
     def __init__(self, group: RankGroup, processes: Sequence[Rank]):
         self.group = group
-        self.reports: list[WeightReport] = []  # of all ranks, the first one too
-        self.sums: SumSpeed | None = None  # of those that share layers, once they are there
+        self.reports: list[WeightReport] = []  # of all ranks, the first one included
+        self.sums: SumSpeed | None = None  # of ranks that share layers, once they are ready
         self._closing, self._lock = threading.Event(), threading.Lock()
         self._reason, self._on_lost = "", lambda reason: None
         self._watcher = threading.Thread(target=self._watch, name="ranks", daemon=True)
@@ -119,7 +119,7 @@ class Ranks:
 
     @property
     def summary(self) -> str:
-        """Return what the engine's start line says of it."""
+        """Return the words on ranks for the engine's start line."""
         held, read = (
             "+".join(f"{num_bytes / (1 << 20):.1f}" for num_bytes in sizes)
             for sizes in (self.num_bytes, [report.read_bytes for report in self.reports])
@@ -127,25 +127,25 @@ class Ranks:
         return f"beside {len(self._processes)} more ranks with {held} MiB in kernels (all read {read} MiB)"
 
     def why_lost(self) -> str:
-        """Return why a rank was lost, as soon as that is known; "" where none is."""
+        """Return why a rank was lost, as soon as that is known; "" if none was."""
         if self._watcher.is_alive():
             self._watcher.join(2 * BEAT_S * max(process.missed_beats for process in self._processes))
         return self._reason
 
     @property
     def places(self) -> list[str]:
-        """Return how people find all ranks, in order."""
+        """Return where people find all ranks, in order."""
         return [f"pid {os.getpid()}", *(process.where for process in self._processes)]
 
     @property
     def numa_nodes(self) -> list[list[int]]:
-        """Return the memory nodes whose cores each of them may use; of those of other hosts they are not known."""
+        """Return the memory nodes whose cores each of them may use; unknown for ranks of other hosts."""
         others = (system.numa_nodes(each.pid) if isinstance(each, RankProcess) else [] for each in self._processes)
         return [system.numa_nodes(os.getpid()), *others]
 
     @property
     def others(self) -> list[Rank]:
-        """Return all but the first, in order."""
+        """Return all ranks except the first, in order."""
         return list(self._processes)
 
     @property
@@ -155,12 +155,12 @@ class Ranks:
 
     @property
     def pids(self) -> list[int]:
-        """Return the processes of this host, in order."""
+        """Return the process ids of this host's ranks, in order."""
         return [process.pid for process in self._processes if isinstance(process, RankProcess)]
 
     def wait(self, own: Ready) -> None:
-        """Until every rank has its part of the model; `own`: what the first one has read. Raises ValueError, one line,
-        where one does not get it."""
+        """Wait until every rank has its part of the model; `own`: what the first one has read. Raises ValueError, in
+        one line, if a rank fails."""
         deadline = time.monotonic() + START_S
         self.reports.append(own.weights)
         for rank, process in enumerate(self._processes, 1):
@@ -180,7 +180,7 @@ class Ranks:
         self._watcher.start()
 
     def when_lost(self, on_lost: Callable[[str], None]) -> None:
-        """Call `on_lost(reason)`, once and mostly in another thread, when a rank is lost."""
+        """Call `on_lost(reason)`, once and usually in another thread, when a rank is lost."""
         with self._lock:
             self._on_lost, reason = on_lost, self._reason
         if reason:
@@ -221,17 +221,17 @@ class Ranks:
     def _lost(self, reason: str) -> None:
         self.group.lose()
         for process in self._processes:
-            process.kill()  # one that stands still would outlive this process
+            process.kill()  # a process that stands still would outlive this one
         with self._lock:
             self._reason, on_lost = reason, self._on_lost
         on_lost(reason)
 
 
 class RankGrid:
-    """What joins all ranks of all stages, as a RankGroup: the first stage's ranks come first."""
+    """Join all ranks of all stages as a RankGroup; the first stage's ranks come first."""
 
     def __init__(self, groups: Sequence[Collectives], pipeline: PipelineLeader | None, degree: int):
-        """`groups`: of the ranks of each stage, where stages have several; `degree`: the number of ranks."""
+        """Join `degree` ranks: `groups` of the ranks of each stage, if stages have several."""
         self.degree = degree
         self._groups, self._pipeline = groups, pipeline
         self._width = groups[0].degree if groups else 1
@@ -257,10 +257,10 @@ class RankGrid:
 
 
 class Started(NamedTuple):
-    """The ranks beside the first one, and its ends."""
+    """Hold the other ranks, and the first one's ends."""
 
     ranks: Ranks
-    collectives: Collectives | None  # with those that share its layers
+    collectives: Collectives | None  # with the ranks that share its layers
     pipeline: PipelineLeader | None  # with the other stages
 
 
@@ -268,9 +268,9 @@ def start_ranks(
     config: EngineConfig, pool: SharedMemory, stages: Sequence[PipelineStage], sizes: tuple[int, torch.dtype],
     identity: str, joining: Joining | None,
 ) -> Started:  # fmt: skip
-    """Start the ranks of all stages, but for the first rank of the first; `config` is resolved. `joining`: where those
-    of other hosts come from, whose model must be `identity`. `sizes`: elements of a row, and their dtype. Raises
-    ValueError where layers are shared and there is no native library, and where nobody can join."""
+    """Start the ranks of all stages, except the first rank of the first; `config` is resolved. `joining`: the source of
+    ranks of other hosts, whose model must be `identity`. `sizes`: elements of a row, and their dtype. Raises ValueError
+    if layers are shared without a native library, or if no rank can join."""
     degree, (hidden_size, dtype) = config.tensor_parallel, sizes
     if degree > 1 and native.library() is None:
         raise ValueError(f"tensor_parallel {degree}: needs the native kernels: {native.unavailable()}")
