@@ -1,2 +1,2 @@
-"""What ranks of a model share: who has which part of it, sums over all of them, and the steps that the first one
+"""What ranks of a model share: the division of the model, sums over all ranks, and the steps that the first one
 tells."""

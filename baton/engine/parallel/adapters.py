@@ -1,4 +1,4 @@
-"""Adapters in other ranks: each is told to them before the first step that it adds to, and when it has gone here."""
+"""Keep adapters in other ranks: each is sent before the first step that uses it, and dropped when it is gone here."""
 
 import itertools
 import struct
@@ -15,11 +15,11 @@ from torch import Tensor
 from baton.engine.core.batch import ForwardBatch
 
 Files = tuple[bytes, bytes]  # config and weights
-_LENGTH = struct.Struct("<q")  # of the config, in front of both
+_LENGTH = struct.Struct("<q")  # of the config, before both
 
 
 class SentAdapters:
-    """The end that tells: adapters have a number each, as long as they live."""
+    """Number adapters, as long as they live, and tell the other ranks of them."""
 
     def __init__(self):
         self._keys: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
@@ -27,8 +27,8 @@ class SentAdapters:
         self._gone: deque[int] = deque()
 
     def news(self, batch: ForwardBatch) -> Iterator[tuple[int, Tensor]]:
-        """Yield what is to be told before a step: the number of each adapter that is new, with its files as uint8, and
-        of each that has gone, with nothing."""
+        """Yield what to tell before a step: the number of each new adapter with its files as uint8, and of each that is
+        gone, with no data."""
         while self._gone:
             yield self._gone.popleft(), torch.empty(0, dtype=torch.uint8)
         for rows in batch.adapters:
@@ -40,20 +40,20 @@ class SentAdapters:
                 yield key, torch.frombuffer(data, dtype=torch.uint8)
 
     def numbered(self, batch: ForwardBatch) -> ForwardBatch:
-        """Return a step that has been told of with numbers in place of its adapters."""
+        """Return a step, already told, with numbers instead of its adapters."""
         return _with_adapters(batch, self._keys.__getitem__)
 
 
 class HeldAdapters:
-    """The receiving end."""
+    """Hold adapters at the receiving end."""
 
     def __init__(self, make: Callable[[Files], Any]):
-        """`make`: of its files an adapter of the part of the model that is here."""
+        """Hold adapters that `make` makes from their files, for the part of the model here."""
         self._make = make
         self._by_key: dict[int, Any] = {}
 
     def apply(self, key: int, data: Tensor) -> None:
-        """Hold an adapter, or let it go where there is no data."""
+        """Hold an adapter, or drop it if there is no data."""
         if not len(data):
             del self._by_key[key]
             return
@@ -63,7 +63,7 @@ class HeldAdapters:
         self._by_key[key] = self._make((payload[begin:end], payload[end:]))
 
     def named(self, batch: ForwardBatch) -> ForwardBatch:
-        """Return a step with its adapters in place of their numbers."""
+        """Return a step with its adapters instead of their numbers."""
         return _with_adapters(batch, self._by_key.__getitem__)
 
 

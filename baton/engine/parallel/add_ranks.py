@@ -1,6 +1,5 @@
-"""Add what ranks say of the same elements, in the order of the tree that the ranks of a CPU add by (native/ranks.cpp):
-((0 + 1) + (2 + 3)) + ((4 + 5) + (6 + 7)) in fp32, then the bias, rounded once. The torch twin is
-parallel/distributed.py's `add_tree`."""
+"""Add the parts of ranks in the order of the tree that CPU ranks use (native/ranks.cpp): ((0 + 1) + (2 + 3)) + ((4 + 5)
++ (6 + 7)) in fp32, then the bias, rounded once. The torch twin is `add_tree` of parallel/distributed.py."""
 
 import torch
 import triton
@@ -13,8 +12,8 @@ BLOCK = 1024
 
 
 def add_ranks(parts: Tensor, dtype: torch.dtype, bias: Tensor | None = None, first: int = 0) -> Tensor:
-    """parts [ranks, elements], contiguous, of 2, 4 or 8 ranks -> their sum [elements] in `dtype`. `bias`: fp32 [size of
-    a row]; the elements are those of rows from element `first` on."""
+    """Add parts [ranks, elements], contiguous, of 2, 4 or 8 ranks -> [elements] in `dtype`. `bias`: fp32 [size of a
+    row]; the elements are those of rows from element `first` on."""
     num_ranks, count = parts.shape
     out = parts.new_empty(count, dtype=dtype)
     size = 1 if bias is None else len(bias)
@@ -25,8 +24,8 @@ def add_ranks(parts: Tensor, dtype: torch.dtype, bias: Tensor | None = None, fir
 
 
 def add_peers(parts: Tensor, sums: Tensor, dtype: torch.dtype, bias: Tensor | None, first: int, count: int) -> None:
-    """Add elements [first, first + count) of what all ranks have, fp32, and write the sums to all of them in `dtype`.
-    `parts` and `sums`: int64 [ranks], where each rank's elements begin; `bias` as of add_ranks."""
+    """Add elements [first, first + count) of all ranks, fp32, and write the sums to all of them in `dtype`. `parts` and
+    `sums`: int64 [ranks], the addresses of each rank's elements; `bias` as in add_ranks."""
     size = 1 if bias is None else len(bias)
     _add_peers[(triton.cdiv(count, BLOCK),)](
         parts, sums, bias, first, count, size, NUM_RANKS=len(parts), DTYPE=getattr(tl, str(dtype).split(".")[1]),
@@ -36,7 +35,7 @@ def add_peers(parts: Tensor, sums: Tensor, dtype: torch.dtype, bias: Tensor | No
 
 @triton.jit(do_not_specialize=["first"])
 def _add(parts, bias, out, count, first, size, NUM_RANKS: tl.constexpr, BLOCK: tl.constexpr):
-    """Grid (blocks of elements). `bias`: None: there is none."""
+    """Grid (blocks of elements). `bias`: None without one."""
     places = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = places < count
     total = _two(parts, 0, places, mask, count)

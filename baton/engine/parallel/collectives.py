@@ -1,4 +1,4 @@
-"""Sums and gathers of ranks on one host, over memory that all of them map (native/ranks.cpp)."""
+"""Sum and gather among ranks of one host, through memory that all of them map (native/ranks.cpp)."""
 
 import ctypes
 
@@ -9,36 +9,37 @@ from baton.engine import native
 from baton.engine.parallel.shard import Shard
 
 LINE = 64  # bytes
-CAPACITY = 1 << 20  # bytes of a rank in one turn: with those of a second rank they stay in the second-level cache
-KINDS = {torch.float32: 0, torch.bfloat16: 1}  # of native/vector.h
-LOST, BEAT, WAITED = 0, 8, 16  # bytes into the first line, and into a rank's
+CAPACITY = 1 << 20  # bytes of a rank per turn: those of two ranks fit in the second-level cache
+KINDS = {torch.float32: 0, torch.bfloat16: 1}  # as native/vector.h numbers them
+LOST, BEAT, WAITED = 0, 8, 16  # byte offsets in the first line, and in a rank's
 _POINTER, _INT = ctypes.c_void_p, ctypes.c_int64
 
 
 class RankLost(RuntimeError):
-    """A rank has died or stands still: the model cannot be computed any more."""
+    """A rank has died or stands still, so the model cannot be computed any more."""
 
 
 class _Ranks(ctypes.Structure):
-    """`Ranks` of native/ranks.h."""
+    """Mirror `Ranks` of native/ranks.h."""
 
     _fields_ = [("memory", _POINTER), *((name, _INT) for name in ("rank", "degree", "capacity", "turn", "fast"))]
 
 
 def num_bytes_for(degree: int) -> int:
-    """Return the bytes of memory that so many ranks share, zeros at first."""
+    """Return the bytes of memory that so many ranks share, initially zero."""
     return LINE * (1 + degree) + 2 * degree * CAPACITY
 
 
 class Collectives:
-    """One rank's end. All ranks make the same calls in the same order; each waits for the others, and raises RankLost
-    where one is lost. Rows of a sum are whole vectors. One thread at a time, but for `beat`, `beat_of` and `lose`."""
+    """Join one rank to the others. All ranks make the same calls in the same order; each waits for the others, and
+    raises RankLost if one is lost. Rows of a sum are whole vectors. One thread at a time, except for `beat`, `beat_of`
+    and `lose`."""
 
     shares_memory = True  # ranks write one pool, and native code sums
 
     def __init__(self, memory: memoryview, shard: Shard, fast: bool = False):
-        """`memory`: writable, of num_bytes_for(degree); the library is there. `fast`: what ranks say of a sum is
-        rounded, so that their number shows in its bits."""
+        """Use `memory`, writable, of num_bytes_for(degree); the native library must exist. `fast`: parts of a sum are
+        rounded, so that the number of ranks shows in its bits."""
         self.shard, self.fast = shard, fast
         self._words = torch.frombuffer(memory, dtype=torch.int32)
         self._ranks = _Ranks(self._words.data_ptr(), shard.rank, shard.degree, CAPACITY, 0, fast)
@@ -61,11 +62,11 @@ class Collectives:
         return ctypes.addressof(self._ranks)
 
     def join(self) -> None:
-        """Meet the other ranks, once all have their parts of the model: before the first sum."""
+        """Meet the other ranks before the first sum, once all have their parts of the model."""
 
     def sum(self, part: Tensor, dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
-        """Add the parts [T, size] of all ranks by the tree, in fp32, then `bias`, fp32 [size]: [T, size], rounded
-        once."""
+        """Add the parts [T, size] of all ranks by the tree, in fp32, then `bias`, fp32 [size]; return [T, size],
+        rounded once."""
         part, out = part.contiguous(), torch.empty(part.shape, dtype=dtype)
         added = None if bias is None else bias.data_ptr()
         where = (added, KINDS[dtype], out.data_ptr(), torch.get_num_threads())
@@ -73,7 +74,7 @@ class Collectives:
         return out
 
     def gather(self, own: Tensor, wanted: bool = True) -> Tensor | None:
-        """Return what all ranks have, [degree, *own.shape]; None where it is not wanted here."""
+        """Return the values of all ranks, [degree, *own.shape]; None if not wanted here."""
         own = own.contiguous()
         out = own.new_empty(self.shard.degree, *own.shape) if wanted else None
         check(self._gather(self.address, own.data_ptr(), own.nbytes, None if out is None else out.data_ptr()))
@@ -88,16 +89,16 @@ class Collectives:
         self._beat(self.shard.rank).add_(1)
 
     def beat_of(self, rank: int) -> int:
-        """Return how often a rank has said so."""
+        """Return how often a rank has called `beat`."""
         return int(self._beat(rank))
 
     def waited_s(self, rank: int) -> float:
-        """Return for how long a rank has waited for the others in all its turns."""
+        """Return for how many seconds a rank has waited for the others in all its turns."""
         words = self._words.view(torch.int64)
         return int(words[(LINE * (1 + rank) + WAITED) // 8]) / 1e9
 
     def lose(self) -> None:
-        """Let every wait of every rank end."""
+        """Make every wait of every rank end."""
         self._words[LOST // 4] = 1
 
     def _beat(self, rank: int) -> Tensor:
@@ -105,6 +106,6 @@ class Collectives:
 
 
 def check(status: int) -> None:
-    """Raise RankLost where native code returned that a rank is lost."""
+    """Raise RankLost if native code returned that a rank is lost."""
     if status:
         raise RankLost("a rank is lost")

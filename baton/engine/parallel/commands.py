@@ -1,8 +1,8 @@
-"""What the first rank tells the others to compute: a step, or something of rows. Told as int64 and as rows.
+"""Commands from the first rank to the others: compute a step, or something of rows. Sent as int64 and as rows.
 
 header   [kind, tokens or rows, logit rows, sequences, block ids of all sequences, rows of adapters]
 step     token_ids, positions, slots, logit_rows; query_start, query_len, kv_len and number of blocks of each
-         sequence, and of its state block number, pending tokens and drafts (-1: there is none); their block ids;
+         sequence, and its state block number, pending tokens and drafts (-1 without a state); the block ids of all;
          begin, end and number of each adapter's rows
 layers   a step, then its rows [tokens, hidden_size]
 """
@@ -19,24 +19,24 @@ from baton.engine.parallel.collectives import Collectives
 
 HEADER = 6
 NO_STATE = StateRows(-1)
-SEQ = 4 + len(NO_STATE)  # numbers of a sequence
+SEQ = 4 + len(NO_STATE)  # numbers per sequence
 
 
 class CommandKind(IntEnum):
-    """What is told."""
+    """Name what the first rank tells."""
 
     STEP = 1
     LOGITS = 2  # of rows [R, hidden_size] that a step left
-    EMBEDDED = 3  # rows of the embedding, of token ids [R]
+    EMBEDDED = 3  # embedding rows of token ids [R]
     SCORED = 4  # the head's outputs for rows [R, hidden_size]
-    LAYERS = 5  # a step, from its rows as the stage before left them
+    LAYERS = 5  # a step, from the rows of the stage before
     SUMMED = 6  # rows [R, hidden_size], several times (sums.py)
-    ADAPTER = 7  # its bytes and its number: hold it, or where there are none let it go
+    ADAPTER = 7  # its bytes and number: hold it; without bytes: drop it
     # Of ranks on GPUs:
-    READ = 8  # a step of which all rows are read
+    READ = 8  # a step whose rows are all read
     LAUNCH = 9  # a step whose tokens the first rank draws
-    CONTINUE = 10  # one that goes on from the tokens of the launch before
-    COPY = 11  # a block of the pool to another one
+    CONTINUE = 10  # a step that continues from the tokens of the last launch
+    COPY = 11  # a block of the pool to another
 
 
 STEPS = (CommandKind.STEP, CommandKind.LAYERS, CommandKind.READ, CommandKind.LAUNCH, CommandKind.CONTINUE)
@@ -44,7 +44,7 @@ OF_IDS = (CommandKind.EMBEDDED, CommandKind.COPY)
 
 
 def packed(batch: ForwardBatch) -> Tensor:
-    """Return a step as int64: header, then its parts. Its adapters are numbers."""
+    """Return a step as int64: the header, then its parts. Its adapters are numbers."""
     seqs = [
         number
         for seq in batch.seqs
@@ -58,13 +58,13 @@ def packed(batch: ForwardBatch) -> Tensor:
 
 
 def sizes_of(header: list[int]) -> tuple[int, ...]:
-    """Return the numbers in each part of the step that has this header."""
+    """Return how many numbers each part of the step with this header has."""
     _, num_tokens, num_rows, num_seqs, num_blocks, num_adapters = header
     return num_tokens, num_tokens, num_tokens, num_rows, SEQ * num_seqs, num_blocks, 3 * num_adapters
 
 
 def unpacked(header: list[int], payload: Tensor) -> ForwardBatch:
-    """Return the step of which `payload` is what follows the header."""
+    """Return the step of this header, whose parts are in `payload`."""
     token_ids, positions, slots, logit_rows, seqs, block_ids, adapters = payload.split(sizes_of(header))
     fields = seqs.view(-1, SEQ).tolist()
     tables = block_ids.split([field[3] for field in fields])
@@ -80,8 +80,7 @@ def broadcast_step(
     collectives: Collectives, batch: ForwardBatch, adapters: SentAdapters, rows: Tensor | None = None,
     kind: CommandKind = CommandKind.STEP,
 ) -> None:  # fmt: skip
-    """Tell all ranks the inputs of a step, and what is new of `adapters`; `rows` of one that goes on behind another
-    stage."""
+    """Tell all ranks the inputs of a step and the news of `adapters`; `rows` if the step comes from another stage."""
     for key, data in adapters.news(batch):
         collectives.broadcast(torch.tensor((CommandKind.ADAPTER, len(data), key, 0, 0, 0)))
         collectives.broadcast(data)
@@ -94,22 +93,22 @@ def broadcast_step(
 
 
 def broadcast_rows(collectives: Collectives, kind: CommandKind, rows: Tensor) -> None:
-    """Tell all ranks the rows, or token or block ids, of which something is wanted."""
+    """Tell all ranks the rows, token ids or block ids of a command."""
     collectives.broadcast(torch.tensor((kind, len(rows), 0, 0, 0, 0)))
     collectives.broadcast(rows.cpu().contiguous())
 
 
 class Command(NamedTuple):
-    """What a rank has received."""
+    """Hold what a rank has received."""
 
     kind: CommandKind
-    batch: ForwardBatch | None  # of a step
-    rows: Tensor | None  # of LAYERS and all that are no step; of EMBEDDED and COPY ids, of ADAPTER bytes
+    batch: ForwardBatch | None  # if it is a step
+    rows: Tensor | None  # of LAYERS and commands that are not steps; ids for EMBEDDED and COPY, bytes for ADAPTER
     key: int = 0  # of ADAPTER
 
 
 def receive_command(collectives: Collectives, hidden_size: int, dtype: torch.dtype) -> Command:
-    """Wait for what the first rank broadcasts. Raises RankLost."""
+    """Wait for the first rank's broadcast, and return it. Raises RankLost."""
     header = torch.empty(HEADER, dtype=torch.int64)
     collectives.broadcast(header)
     numbers = header.tolist()

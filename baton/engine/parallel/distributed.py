@@ -1,9 +1,9 @@
-"""Sums and gathers of ranks over torch.distributed: NCCL between GPUs, gloo between CPUs. What the first rank tells
-crosses the memory of their host, as among ranks of a CPU.
+"""Sum and gather among ranks over torch.distributed: NCCL between GPUs, gloo between CPUs. The first rank's commands go
+through memory of the host, as among CPU ranks.
 
-exact   parts cross in fp32, each element to the rank that adds it by the tree of ranks; rounded sums cross back. Where
-        the GPUs reach each other's memory, in one kernel (peers.py); the start decides, and the bits are the same
-fast    one all-reduce of rounded parts, in the order that the library chooses: by the size of the step, too
+exact   parts travel in fp32, each element to the rank that adds it by the tree of ranks; rounded sums travel back. If
+        the GPUs reach each other's memory, one kernel does it (peers.py); the start decides, and the bits are the same
+fast    one all-reduce of rounded parts, in an order that the library chooses, also by the size of the step
 """
 
 from collections.abc import Callable
@@ -18,8 +18,8 @@ from baton.engine.parallel.peers import PeerMemory, PeerSums, SymmetricMemory, n
 from baton.engine.parallel.shard import Shard
 from baton.lines import one_line
 
-JOIN_S = 60.0  # for all ranks to meet, once each has its part of the model; and with gloo for one call
-# Of one call with NCCL: another rank may compile meanwhile, and one that stands still is noticed otherwise
+JOIN_S = 60.0  # for all ranks to meet, once each has its part of the model; with gloo also for one call
+# For one call with NCCL: another rank may be compiling, and one that stands still is noticed otherwise
 # (ranks/spawn.py).
 CALL_S = 600.0
 
@@ -27,34 +27,34 @@ MakePeerMemory = Callable[[distributed.Store, Shard, torch.device, int], PeerMem
 
 
 class DistributedCollectives(Collectives):
-    """One rank's end, for tensors on `device`. `join` once, before the first sum or gather."""
+    """Join one rank to the others, for tensors on `device`. Call `join` once, before the first sum or gather."""
 
     shares_memory = False
 
     def __init__(
         self, memory: memoryview, shard: Shard, store: distributed.Store, device: torch.device, fast: bool = False
     ):
-        """`memory` and `fast`: as of Collectives; `store`: where the ranks find each other."""
+        """Use `memory` and `fast` as Collectives does; `store`: through which the ranks find each other."""
         super().__init__(memory, shard, fast)
         self._store, self._device, self._group = store, device, None
         self.peers: PeerSums | None = None
         self.why_no_peers = ""
         self._add = add_tree
         if not kernels.unavailable(device.type):
-            from baton.engine.parallel.add_ranks import add_ranks  # triton is an extra
+            from baton.engine.parallel.add_ranks import add_ranks  # triton is an optional dependency
 
             self._add = add_ranks
 
     def join(self) -> None:
-        """Meet the other ranks, and make what joins their devices: it may not be made while a graph is captured."""
+        """Meet the other ranks and make the process group, which may not be made while a graph is captured."""
         self._group = _meet(self._store, self.shard.rank, self.degree, self._device)
         self.sum(torch.zeros(1, 16, device=self._device), torch.float32)
         _wait(self._device)
 
     def reach(self, num_elements: int, make: MakePeerMemory | None = None) -> None:
-        """From now on add by way of the other GPUs' memory, sums of so many elements at most, if every rank can and
-        both ways give equal bits; else `why_no_peers` says why not. All ranks call it together. `make`: in place of
-        torch's symmetric memory."""
+        """Add through the other GPUs' memory from now on, sums of at most `num_elements`, if every rank can and both
+        ways give equal bits; else `why_no_peers` says why not. All ranks call it together. `make`: replaces torch's
+        symmetric memory."""
         why = "" if make is not None else self._out_of_reach()
         if self.least(int(not why)):
             try:
@@ -94,20 +94,20 @@ class DistributedCollectives(Collectives):
 
     def sum(self, part: Tensor, dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
         if self.fast:
-            assert bias is None  # the first rank's part has it
+            assert bias is None  # the first rank's part includes it
             out = part.to(dtype, copy=True).contiguous()
             self._all(lambda group: group.allreduce([out]))
             return out
         if self.peers is not None and part.numel() <= self.peers.num_elements:
             return self.peers.sum(part, dtype, bias)
-        parts = part.contiguous().view(self.degree, -1)  # what each rank adds: of whole rows, whatever their number
+        parts = part.contiguous().view(self.degree, -1)  # each rank adds elements of whole rows, whatever their number
         theirs = torch.empty_like(parts)
         self._all(lambda group: group.alltoall_base(theirs, parts, [], []))
         own = self._add(theirs, dtype, bias, self.shard.rank * parts.shape[1])
         return self._gathered(own).view(part.shape)
 
     def gather(self, own: Tensor, wanted: bool = True) -> Tensor:
-        """As of Collectives; every rank has it, wanted or not."""
+        """Return the values of all ranks on every rank, wanted or not."""
         own = own.contiguous()
         return self._gathered(own.flatten()).view(self.degree, *own.shape)
 
@@ -116,7 +116,7 @@ class DistributedCollectives(Collectives):
         self._all(lambda group: group.broadcast([data]))
 
     def least(self, number: int) -> int:
-        """Return the smallest number that a rank calls this with. It crosses the memory of the host."""
+        """Return the smallest number that any rank passes, exchanged through memory of the host."""
         numbers = super().gather(torch.tensor([number]))
         assert numbers is not None
         return int(numbers.min())
@@ -132,18 +132,18 @@ class DistributedCollectives(Collectives):
         return out
 
     def _all(self, call: Callable) -> None:
-        """Let all ranks make one call; on a GPU it is launched, not waited for. Raises RankLost."""
+        """Make one call on all ranks; on a GPU it is launched, not waited for. Raises RankLost."""
         _call(self._group, call)
 
 
 class StageCollectives(DistributedCollectives):
-    """The end of one stage on a device of its own: `shard` says which of how many. Stages share no layers, so there are
-    no sums; rows go from each stage to the next one, and from the last to the first."""
+    """Join one stage, on its own device, to the others; `shard` says which of how many it is. Stages share no layers,
+    so there are no sums; rows go from each stage to the next, and from the last to the first."""
 
     def join(self) -> None:
         self._group = _meet(self._store, self.shard.rank, self.degree, self._device)
-        # In one order on all stages. A group for each way: of one for both ways a stage could wait for what waits for
-        # it.
+        # In the same order on all stages. Each direction has its own group: with one for both, a stage could wait for a
+        # stage that waits for it.
         links = {}
         for link in range(self.degree):
             ends = link, (link + 1) % self.degree
@@ -160,11 +160,11 @@ class StageCollectives(DistributedCollectives):
         return f"rows pass through {self.degree} stages"
 
     def pass_on(self, rows: Tensor) -> None:
-        """Give rows, contiguous, to the next stage."""
+        """Send rows, contiguous, to the next stage."""
         _call(self._onward, lambda group: group.broadcast([rows]))
 
     def take_in(self, rows: Tensor) -> None:
-        """Fill rows, contiguous, by those of the stage before."""
+        """Fill rows, contiguous, with those of the stage before."""
         _call(self._inward, lambda group: group.broadcast([rows]))
 
     def lose(self) -> None:
@@ -177,7 +177,7 @@ class StageCollectives(DistributedCollectives):
 
 
 def _meet(store: distributed.Store, rank: int, degree: int, device: torch.device):
-    """Return what joins so many ranks. Raises RankLost."""
+    """Return the process group of so many ranks. Raises RankLost."""
     make, call_s = (
         (distributed.ProcessGroupGloo, JOIN_S) if device.type == "cpu" else (distributed.ProcessGroupNCCL, CALL_S)
     )
@@ -201,7 +201,7 @@ def _call(group, call: Callable) -> None:
 
 
 def add_tree(parts: Tensor, dtype: torch.dtype, bias: Tensor | None = None, first: int = 0) -> Tensor:
-    """Do what add_ranks.py does."""
+    """Add as add_ranks.py does."""
     total = parts.float()
     while len(total) > 1:
         total = total[0::2] + total[1::2]

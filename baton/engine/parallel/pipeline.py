@@ -1,5 +1,5 @@
-"""Both ends of a pipeline: the first stage's, which gives the parts of a step to the stages in turn, and another
-stage's.
+"""Both ends of a pipeline: that of the first stage, which passes the parts of a step to the other stages in turn, and
+that of another stage.
 
     first stage   [STEP, number of the part, its first row] and the part as of commands.py ──► stage 1
                   ◄── [DONE, number, ns that the stage has waited so far]; the part goes on to stage 2, and so on
@@ -8,9 +8,9 @@ stage's.
                   [PUT, block, first layer] and its KV of some of the stage's layers ──► one of these
                   [ADAPTER, its number, bytes] and these ──► all stages (adapters.py)
 
-The rows of a step are one tensor [tokens, hidden_size] that each stage changes in place. It is shared memory, or each
-end has its own, and rows follow the message. There is a place for the rows of a step in each stage: parts of several
-steps may be on their way, and all leave in the order in which they came.
+The rows of a step are one tensor [tokens, hidden_size] that each stage changes in place. Either the ends share its
+memory, or each end has its own and the rows follow the message. Each stage has room for the rows of a step: parts of
+several steps may be under way, and they leave in the order in which they came.
 """
 
 import logging
@@ -29,22 +29,22 @@ from baton.engine.parallel.commands import HEADER, packed, sizes_of, unpacked
 from baton.engine.parallel.stream import Bytes, RankStream
 
 STEP, DONE, BEAT, COPY, PUT, ADAPTER = range(6)
-PREFIX = 3  # int64 in front of every message
+PREFIX = 3  # int64 numbers before every message
 Part = tuple[int, int, Tensor]  # number, first row, the part as int64
 
 logger = logging.getLogger(__name__)
 
 
 class PipelineLeader:
-    """The first stage's end. `send` and `receive` from one thread."""
+    """Run the first stage's end. Call `send` and `receive` from one thread."""
 
     def __init__(self, streams: Sequence[RankStream], rows: Tensor):
-        """`streams`: to the other stages, in order; `rows`: [tokens of the largest step, for each stage,
+        """Join `streams` to the other stages, in order; `rows`: [tokens of the largest step, for each stage,
         hidden_size]."""
         self.rows, self.degree = rows, 1 + len(streams)
-        self._num_inside = 0  # parts that were sent and not received
+        self._num_inside = 0  # parts sent and not yet received
         self._streams = list(streams)
-        self._parts: list[deque[Part]] = [deque() for _ in streams]  # that it has not done
+        self._parts: list[deque[Part]] = [deque() for _ in streams]  # parts that a stage has not finished
         self._done: queue.SimpleQueue[int | None] = queue.SimpleQueue()
         self._waited_ns = [0] * self.degree
         self._is_lost = False
@@ -52,13 +52,13 @@ class PipelineLeader:
             threading.Thread(target=self._read, args=(index,), name=f"stage {index + 1}", daemon=True).start()
 
     def send(self, number: int, first_row: int, batch: ForwardBatch) -> None:
-        """Give a part of a step, whose adapters are numbers and whose rows are in `rows` from `first_row` on, to the
-        second stage."""
+        """Send a part of a step to the second stage. Its adapters are numbers, and its rows are in `rows` from
+        `first_row` on."""
         self._give(0, (number, first_row, packed(batch)))
         self._num_inside += 1
 
     def send_adapter(self, key: int, data: Tensor) -> None:
-        """Give all stages what HeldAdapters hears."""
+        """Send all stages what HeldAdapters applies."""
         for stream in self._streams:
             stream.send(_bytes(torch.tensor((ADAPTER, key, len(data)))), *([_bytes(data)] if len(data) else []))
 
@@ -72,26 +72,26 @@ class PipelineLeader:
         self._num_inside -= 1
 
     def drain(self) -> None:
-        """Wait until no part is inside any more. Raises RankLost."""
+        """Wait until no part is in the pipeline. Raises RankLost."""
         while self._num_inside:
             self.receive()
 
     def copy_block(self, source: int, target: int) -> None:
-        """Let stages of other hosts copy a block of their pools."""
+        """Tell stages of other hosts to copy a block of their pools."""
         for stream in self._streams:
             if not stream.shares_memory:
                 stream.send(_bytes(torch.tensor((COPY, source, target))))
 
     def beat_of(self, rank: int) -> int:
-        """Return how many messages a stage has sent, parts of a long one counted."""
+        """Return how many messages a stage has sent, counting parts of a long one."""
         return self._streams[rank - 1].num_received
 
     def waited_s(self, rank: int) -> float:
-        """Return for how long a stage has waited for parts of steps."""
+        """Return for how many seconds a stage has waited for parts of steps."""
         return self._waited_ns[rank] / 1e9
 
     def lose(self) -> None:
-        """Let every wait of every stage end."""
+        """Make every wait of every stage end."""
         self._is_lost = True
         for stream in self._streams:
             stream.close()
@@ -130,21 +130,21 @@ class PipelineLeader:
             pass
         except Exception:
             logger.exception("stage %d is lost: what it has sent could not be taken", index + 1)
-        finally:  # `receive` would wait without end
+        finally:  # otherwise `receive` would wait forever
             self.lose()
 
 
 class PipelineFollower:
-    """Another stage's end. `receive` and `send` from one thread, `beat` from any."""
+    """Run another stage's end. Call `receive` and `send` from one thread, `beat` from any."""
 
     def __init__(self, stream: RankStream, rows: Tensor):
-        """`rows`: as the first stage's, and that memory where the stream shares it."""
+        """Use `stream`, and `rows` like the first stage's, in the same memory if the stream shares it."""
         self._stream, self._rows = stream, rows
         self._waited_ns = self._number = 0
 
     def receive(self, on_message: Callable[[int, int, int, Tensor], None]) -> tuple[ForwardBatch, Tensor]:
-        """Wait for a part of a step, and return it with its rows as the stage before left them. `on_message` is called
-        with the numbers and the bytes, uint8, of all that comes before it. Raises RankLost."""
+        """Wait for a part of a step; return it with its rows from the stage before. `on_message` is called with the
+        numbers and the bytes, uint8, of every other message before it. Raises RankLost."""
         begun = time.monotonic_ns()
         message = self._stream.receive()
         while (prefix := _numbers(message, PREFIX).tolist())[0] != STEP:
@@ -161,7 +161,7 @@ class PipelineFollower:
         return part, rows
 
     def send(self, rows: Tensor) -> None:
-        """Say that these rows, which `receive` returned last, are as this stage leaves them."""
+        """Send these rows, the ones that `receive` returned last, as this stage's result."""
         payload = () if self._stream.shares_memory else (_bytes(rows),)
         self._stream.send(_bytes(torch.tensor((DONE, self._number, self._waited_ns))), *payload)
 
@@ -171,18 +171,17 @@ class PipelineFollower:
 
 
 def put_message(block: int, first_layer: int, data: Tensor) -> tuple[Bytes, Bytes]:
-    """Return the parts of the message that lets a stage of another host write what KVPool.layers_of_block has
-    returned."""
+    """Return the parts of a message with which a stage of another host writes what KVPool.layers_of_block returned."""
     return _bytes(torch.tensor((PUT, block, first_layer))), _bytes(data)
 
 
 def rows_over(memory: memoryview, hidden_size: int, dtype: torch.dtype) -> Tensor:
-    """Return rows of a step [tokens, hidden_size] over the memory that they share, writable."""
+    """Return rows of a step [tokens, hidden_size] over shared memory, writable."""
     return torch.frombuffer(memory, dtype=dtype).view(-1, hidden_size)
 
 
 def _numbers(message: memoryview, count: int) -> Tensor:
-    """The first int64 of a message."""
+    """Return the first int64 numbers of a message."""
     return torch.frombuffer(message, dtype=torch.int64, count=count) if count else torch.empty(0, dtype=torch.int64)
 
 

@@ -1,4 +1,5 @@
-"""Which part of a model each rank has: heads of attention, outputs of what widens a row, inputs of what narrows it."""
+"""The division of a model among ranks: heads of attention, outputs of linears that widen a row, inputs of those that
+narrow it."""
 
 from dataclasses import dataclass
 
@@ -8,20 +9,20 @@ from baton.engine.core.state_spec import StateSpec
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """The part of rank `rank` of `degree`, a power of two."""
+    """Describe the part of rank `rank` of `degree`, a power of two."""
 
     rank: int
     degree: int
     whole_experts: bool = False  # of a mixture: a rank has some experts, not a part of each
 
     def range_of(self, size: int) -> range:
-        """Return this rank's part of `size`, equal for all where `degree` divides it; the last one's may be shorter."""
+        """Return this rank's part of `size`, equal for all if `degree` divides it; the last one's may be shorter."""
         each = -(-size // self.degree)
         return range(min(size, self.rank * each), min(size, (self.rank + 1) * each))
 
     def kv_heads(self, num_kv_heads: int) -> range:
-        """Return the KV heads that this rank's queries read. Where there are fewer than ranks, several ranks have the
-        same one: all write equal bytes."""
+        """Return the KV heads that this rank's queries read. With fewer heads than ranks, several ranks have the same
+        one and write equal bytes."""
         if num_kv_heads >= self.degree:
             return self.range_of(num_kv_heads)
         head = self.rank * num_kv_heads // self.degree
@@ -29,11 +30,11 @@ class Shard:
 
 
 WHOLE = Shard(0, 1)
-VECTOR = 16  # elements of what is summed
+VECTOR = 16  # elements of a row that is summed
 
 
 def unfit_for_ranks(spec: ModelSpec, shard: Shard) -> str:
-    """Return why a model cannot be cut as `shard` says; "" if it can."""
+    """Return why a model cannot be divided as `shard` says; "" if it can."""
     degree = shard.degree
     if spec.state is not None and (why := _undivided(spec.state, degree)):
         fitting = next(each for each in (4, 2, 1) if each < degree and not _undivided(spec.state, each))
@@ -57,7 +58,7 @@ def unfit_for_ranks(spec: ModelSpec, shard: Shard) -> str:
 
 
 def _undivided(state: StateSpec, degree: int) -> str:
-    """Return why layers with a state cannot be cut; "" if they can."""
+    """Return why layers with a state cannot be divided; "" if they can."""
     num_heads, num_groups = state.parts
     if num_heads % degree:
         return f"{degree} ranks do not divide {num_heads} heads with a state"

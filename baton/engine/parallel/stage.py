@@ -1,4 +1,4 @@
-"""Stages of a model: the layers that each rank of a pipeline has, and the parts in which a step passes through them."""
+"""Stages of a model: the layers of each rank of a pipeline, and the parts in which a step passes through them."""
 
 from dataclasses import dataclass, replace
 
@@ -7,25 +7,25 @@ import torch
 from baton.engine.core.batch import ForwardBatch
 from baton.engine.core.model_spec import ModelSpec
 
-MIN_TOKENS = 64  # of a micro-batch: below that a stage's time is that of reading its weights
-MICRO_BATCHES = 4  # for each stage, at most: of 4 stages 3 of 19 turns are empty at each end
+MIN_TOKENS = 64  # of a micro-batch: with fewer, a stage's time is that of reading its weights
+MICRO_BATCHES = 4  # the most per stage: with 4 stages 3 of 19 turns are idle at each end
 
 
 @dataclass(frozen=True, slots=True)
 class PipelineStage:
-    """Consecutive layers. The first stage has the embedding, the final norm and the head as well: rows come back to
-    it."""
+    """Hold consecutive layers. The first stage also has the embedding, the final norm and the head, so rows come back
+    to it."""
 
     index: int
     layers: range
 
 
 def cut_layers(spec: ModelSpec, num_stages: int) -> list[PipelineStage]:
-    """Cut a model so that the stage that takes most memory and time takes as little as it can. Raises ValueError where
-    there are more stages than layers.
+    """Divide a model so that the largest memory and time of a stage is as small as possible. Raises ValueError for more
+    stages than layers.
 
-    Counted in weights: those that are held, and once more those that a token meets. The first stage holds the embedding
-    and the head, and meets the head.
+    Costs are counted in weights: those that are held, plus those that a token uses. The first stage holds the embedding
+    and the head, and uses the head.
     """
     if num_stages > spec.num_layers:
         raise ValueError(f"pipeline_parallel {num_stages}: the model has {spec.num_layers} layers")
@@ -40,12 +40,12 @@ def cut_layers(spec: ModelSpec, num_stages: int) -> list[PipelineStage]:
 
 
 def _cut(costs: list[int], count: int) -> list[int]:
-    """Return the ends of `count` runs of costs of which the largest sum is as small as possible. The first run has two
-    at least: what stands before the layers is no stage by itself."""
+    """Return the ends of `count` runs of costs whose largest sum is as small as possible. The first run has at least
+    two, since what comes before the layers is not a stage by itself."""
     sums = [0]
     for cost in costs:
         sums.append(sums[-1] + cost)
-    # best[end]: the largest sum of the runs up to `end`, and where the last of them begins
+    # best[end]: the largest sum of the runs up to `end`, and the begin of the last of them.
     best = {end: (sums[end], 0) for end in range(2, len(sums))}
     steps = [best]
     for runs in range(2, count + 1):
@@ -61,8 +61,8 @@ def _cut(costs: list[int], count: int) -> list[int]:
 
 
 def micro_batches(batch: ForwardBatch, num_stages: int) -> list[tuple[int, ForwardBatch]]:
-    """Return a step as parts of about equal numbers of tokens, each with its first row: while a stage computes one, the
-    stage before it computes the next. A row has the same bits in any part."""
+    """Return a step as parts with about equal numbers of tokens, each with its first row: while a stage computes one,
+    the stage before computes the next. A row has the same bits in any part."""
     num_tokens = len(batch.token_ids)
     count = max(1, min(num_tokens // MIN_TOKENS, MICRO_BATCHES * num_stages))
     borders = [_before_drafts(batch, num_tokens * index // count) for index in range(count + 1)]
@@ -70,8 +70,8 @@ def micro_batches(batch: ForwardBatch, num_stages: int) -> list[tuple[int, Forwa
 
 
 def _before_drafts(batch: ForwardBatch, row: int) -> int:
-    """Return a row before which a step can be parted: not among proposals that a state does not take in, as those
-    behind need it as it stands behind the first of them."""
+    """Return a row before which a step can be divided: not among proposals that a state does not take in, since later
+    ones need the state from before the first."""
     for seq in batch.seqs:
         end = seq.query_start + seq.query_len
         if seq.state is not None and end - seq.state.num_drafts < row < end:
@@ -80,8 +80,8 @@ def _before_drafts(batch: ForwardBatch, row: int) -> int:
 
 
 def rows_of(batch: ForwardBatch, begin: int, end: int) -> ForwardBatch:
-    """Return rows [begin, end) of a step that is on the host, as a step without logits; the rows before have been
-    computed."""
+    """Return rows [begin, end) of a step that is on the host, as a step without logits; the rows before them are
+    computed already."""
     seqs = []
     for seq in batch.seqs:
         first, last = max(seq.query_start, begin), min(seq.query_start + seq.query_len, end)

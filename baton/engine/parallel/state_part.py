@@ -1,4 +1,4 @@
-"""Which part of a layer with a state each rank has. Ranks share the state blocks, which have the layout of one rank:
+"""The division of a layer with a state among ranks. Ranks share the state blocks, which have the layout of one rank;
 each reads and writes its own part of them."""
 
 import math
@@ -13,8 +13,8 @@ Spec = TypeVar("Spec", bound=StateSpec)
 
 
 class StatePart(Generic[Spec]):
-    """Some heads, and what they share with others in their groups: where there are fewer groups than ranks, several
-    ranks have the same one and write equal bytes of it."""
+    """Describe some heads and what they share with others in their groups. With fewer groups than ranks, several ranks
+    have the same group and write equal bytes of it."""
 
     def __init__(self, whole: Spec, shard: Shard = WHOLE):
         num_heads, num_groups = whole.parts
@@ -26,7 +26,7 @@ class StatePart(Generic[Spec]):
 
     @property
     def first_element(self) -> int:
-        """Return where in what one layer keeps this part of the recurrence begins."""
+        """Return the offset of this part of the recurrence in a layer's state."""
         return self.whole.first_element(self.heads.start)
 
     @property
@@ -42,7 +42,7 @@ class StatePart(Generic[Spec]):
 
     @property
     def of_heads(self) -> slice:
-        """Return `heads` for numbers of which each head has one."""
+        """Return the slice of `heads` for values with one number per head."""
         return slice(self.heads.start, self.heads.stop)
 
     @property

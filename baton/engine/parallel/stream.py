@@ -1,5 +1,5 @@
-"""A way between the first stage and another one: messages in order, both ways. A transport to other hosts is handed
-in."""
+"""A connection between the first stage and another one, with ordered messages both ways. Transports to other hosts are
+handed in."""
 
 import socket
 import struct
@@ -13,10 +13,11 @@ _LENGTH = struct.Struct("<q")
 
 
 class RankStream(Protocol):
-    """One end. `send` from any thread, `receive` from one; both raise RankLost when the other end is gone."""
+    """Hold one end. `send` from any thread, `receive` from one; both raise RankLost when the other end is gone."""
 
-    shares_memory: bool  # with the other end: rows are there, and do not travel
-    num_received: int  # messages so far; from another host pieces of them, so that it grows while a long one comes
+    shares_memory: bool  # with the other end: rows are there already and do not travel
+    # Messages so far; from another host pieces of messages, so that it grows while a long one arrives.
+    num_received: int
 
     def send(self, *parts: Bytes) -> None:
         """Send the parts, one after the other, as one message."""
@@ -27,12 +28,12 @@ class RankStream(Protocol):
         ...
 
     def close(self) -> None:
-        """End it: both ends' waits too. Idempotent."""
+        """Close the connection, which ends the waits of both ends. Idempotent."""
         ...
 
 
 class SocketStream:
-    """Over a connected socket to a process of this host."""
+    """Connect over a socket to a process of this host."""
 
     shares_memory = True
 
@@ -57,7 +58,7 @@ class SocketStream:
     def close(self) -> None:
         try:
             self._socket.shutdown(socket.SHUT_RDWR)
-        except OSError:  # it is closed, or the other end is
+        except OSError:  # it or the other end is closed already
             pass
 
     def _exactly(self, length: int) -> memoryview:

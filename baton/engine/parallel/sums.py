@@ -1,4 +1,4 @@
-"""How fast the ranks of a worker add, beside how fast its host copies: measured once, when all of them are there."""
+"""Measure how fast the ranks of a worker add, and how fast its host copies, once when all ranks are ready."""
 
 import time
 from typing import NamedTuple
@@ -9,19 +9,19 @@ from torch import Tensor
 from baton.engine.parallel.collectives import Collectives
 
 NUM_SUMS = 8
-COPY_BYTES = 32 << 20  # more than caches keep
+COPY_BYTES = 32 << 20  # larger than caches
 
 
 class SumSpeed(NamedTuple):
-    """Of sums over all ranks in the compute dtype, and of a plain copy."""
+    """Report the speed of sums over all ranks in the compute dtype."""
 
-    row_us: float  # one row of the hidden size
-    bytes_per_s: float  # of rows of a whole step: the bytes of one rank's part
+    row_us: float  # microseconds for one row of the hidden size
+    bytes_per_s: float  # for rows of a whole step: bytes of one rank's part
     copy_bytes_per_s: float
 
 
 def sum_often(collectives: Collectives, rows: Tensor) -> float:
-    """Add the rows of all ranks several times; return the seconds of the quickest time."""
+    """Add the rows of all ranks several times; return the seconds of the quickest sum."""
     part, seconds = rows.to(rows.dtype if collectives.fast else torch.float32), []
     _finish(rows.device)
     for _ in range(NUM_SUMS):
@@ -33,8 +33,8 @@ def sum_often(collectives: Collectives, rows: Tensor) -> float:
 
 
 def copy_bytes_per_s(device: torch.device) -> float:
-    """Return what this host copies in a second, on as many threads as the ranks have, or what a GPU copies in its
-    memory."""
+    """Return how many bytes this host copies in a second with as many threads as the ranks have, or how many a GPU
+    copies in its memory."""
     source, seconds = torch.ones(COPY_BYTES, dtype=torch.uint8, device=device), []
     target = torch.zeros_like(source)
     _finish(device)
