@@ -1,2 +1,2 @@
-"""The ranks of a worker on GPUs of this host, a process for each: started as others are, they sum by NCCL and launch
-the same steps."""
+"""The ranks of a worker on GPUs of this host, with a process for each. They start as other ranks do, sum by NCCL and
+launch the same steps."""

@@ -1,4 +1,4 @@
-"""Put together an engine whose model several GPUs of this host share."""
+"""Build an engine whose model is divided among several GPUs of this host."""
 
 import atexit
 import os
@@ -43,11 +43,11 @@ from baton.engine.ranks.spawn import OwnMemory, RankGrid, Ranks
 from baton.engine.sampling.on_device import sampler_on
 from baton.engine.speculation.proposers.selection import make_proposers
 
-PROGRAM = "baton.engine.gpu_ranks"  # of a rank whose KV nobody asks for
+PROGRAM = "baton.engine.gpu_ranks"  # of a rank whose KV nobody fetches
 
 
 class GpuRank(RankProcess):
-    """A rank on a GPU of this host. `socket`: to its program, for what is said of its KV."""
+    """Run a rank on a GPU of this host. `socket`: to its program, for messages about its KV."""
 
     def __init__(self, given: Assignment, program: str):
         self.shard = given.shard
@@ -64,8 +64,8 @@ def load_on_gpus(
     config: EngineConfig, gpu_memory_for: GpuMemoryFor | None = None, make: MakeProposers | None = None,
     rank_program: str | None = None,
 ) -> EngineParts:  # fmt: skip
-    """Load the parts of Engine.load: those of the first rank here, beside processes for the others. Raises ValueError,
-    one line, where the GPUs do not fit or a rank does not get its part, and what reading the model raises."""
+    """Load the parts of Engine.load: those of the first rank here, and processes for the others. Raises ValueError, in
+    one line, if the GPUs do not fit or a rank fails, and the errors of reading the model."""
     spec, make = read_spec(config.model), make or make_proposers
     shard = Shard(0, config.tensor_parallel, config.expert_parallel)
     if why := unfit(config, spec) or (unfit_for_ranks(spec, shard) if config.tensor_parallel > 1 else ""):
@@ -99,7 +99,7 @@ def unfit(config: EngineConfig, spec: ModelSpec) -> str:
         return "stages on GPUs have models whose layers all see all positions; give tensor_parallel"
     if config.sm_share is not None:
         return "sm_share: ranks have their GPUs alone; leave it out"
-    if native.library() is None:  # by which ranks tell each other what to compute
+    if native.library() is None:  # ranks tell each other what to compute through it
         return f"ranks need the native kernels: {native.unavailable()}"
     if config.all_reduce == "fast" and config.batch_invariant:
         return "all_reduce fast adds in an order that the size of a step changes: give --no-batch-invariant as well"
@@ -107,8 +107,8 @@ def unfit(config: EngineConfig, spec: ModelSpec) -> str:
 
 
 def devices_for(config: EngineConfig) -> list[torch.device]:
-    """Return a GPU for each rank, the first ones that this process sees. Raises ValueError where they are too few, or
-    unlike, or torch cannot join them."""
+    """Return a GPU for each rank, the first ones that this process sees. Raises ValueError if there are too few, if
+    they differ, or if torch cannot join them."""
     degree, option = config.num_ranks, _option(config)
     if (count := torch.cuda.device_count()) < degree:
         reason = f"each rank needs a GPU, and {count} can be seen"
@@ -129,7 +129,7 @@ def _option(config: EngineConfig) -> str:
 
 
 def joined_by(given: Assignment, memory: memoryview, device: torch.device) -> DistributedCollectives:
-    """Return this rank's end of what joins all ranks: of those that share layers, or of stages."""
+    """Return this rank's end of what joins all ranks: those that share layers, or stages."""
     store = distributed.FileStore(given.store, given.shard.degree)
     kind = DistributedCollectives if given.stage is None else StageCollectives
     return kind(memory, given.shard, store, device, given.config.all_reduce == "fast")
@@ -145,9 +145,9 @@ def load_part(
 
 
 def use(device: torch.device, config: EngineConfig) -> None:
-    """Take a device for this process."""
+    """Select a device for this process."""
     if device.type == "cuda":
-        os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")  # nothing of it listens beyond this host
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")  # none of its sockets listens beyond this host
         torch.cuda.set_device(device)
         wait_for_memory(partial(Memory.of, device), memory_share(config))
 
@@ -157,8 +157,8 @@ def device_parts(
     launcher_of: type[GpuLauncher] = GpuLauncher, pool_of: type[KVPool] = KVPool,
     memory_for: Callable[[int], Any] | None = None,
 ) -> tuple[EngineConfig, KVPool, GpuLauncher]:  # fmt: skip
-    """Return the config with sizes, this rank's pool, and its launcher, warmed up. All ranks call it together, and
-    compute the same steps in it; `speculates` counts on the first."""
+    """Return the config with sizes, this rank's pool, and its launcher, warmed up. All ranks call it together and
+    compute the same steps in it; only the first rank's `speculates` matters."""
     if not isinstance(collectives, StageCollectives):
         collectives.reach(config.max_num_batched_tokens * model.spec.hidden_size)
     spec, speculates = model.spec, not collectives.least(int(not (speculates and collectives.shard.rank == 0)))
@@ -177,8 +177,8 @@ def device_parts(
 def _start(
     config: EngineConfig, devices: Sequence[torch.device], stages: Sequence[PipelineStage | None], program: str
 ) -> tuple[Ranks, DistributedCollectives]:
-    folder = tempfile.mkdtemp(prefix="baton-ranks-")  # this user's alone
-    atexit.register(shutil.rmtree, folder, True)  # not before: NCCL looks into it again
+    folder = tempfile.mkdtemp(prefix="baton-ranks-")  # only this user can read it
+    atexit.register(shutil.rmtree, folder, True)  # not before exit: NCCL reads it again
     degree = len(devices)
     memory = OwnMemory(num_bytes_for(degree))
     given = [
@@ -205,7 +205,7 @@ def _lead(
     proposers = make(widest(config, spec), model)
     use_launchers(proposers)
     memory = memory_for and (lambda num_bytes: memory_for(num_bytes, device))
-    with model.in_step():  # no rank is told these: all compute them at this point of their start
+    with model.in_step():  # no rank is told these steps: all compute them at this point of their start
         config, pool, launcher = device_parts(
             config, model, collectives, bool(proposers), LeadingLauncher, LeadingPool, memory
         )

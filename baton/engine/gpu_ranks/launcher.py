@@ -1,5 +1,6 @@
-"""Launch one step on the GPUs of all ranks: the first rank tells the others what its own launcher gets, from the host,
-and they do the same, graphs included. Tokens that it draws go to the others' devices without a way over the host."""
+"""Launch one step on the GPUs of all ranks. The first rank tells the others what its own launcher gets, from
+the host, and they do the same, graphs included. Tokens that it draws go to the others' devices without passing
+through the host."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,7 +21,7 @@ from baton.engine.parallel.sums import sum_often
 
 
 class LeadingPool(KVPool):
-    """The first rank's pool, of its heads or layers: what is copied here is copied in all ranks' pools."""
+    """Hold the first rank's pool, of its heads or layers: a block copied here is copied in all ranks' pools."""
 
     def lead(self, model: LeadingDeviceModel) -> None:
         self._model, self.num_layers = model, len(model.spec.kv_layers)
@@ -32,7 +33,8 @@ class LeadingPool(KVPool):
 
 
 class LeadingLauncher(GpuLauncher):
-    """The first rank's. A step that raises in its middle is the last one: ranks would be in different places."""
+    """Launch as the first rank. A step that raises in its middle is the last one, since ranks would be at different
+    places."""
 
     model: LeadingDeviceModel
 
@@ -74,7 +76,7 @@ class LeadingLauncher(GpuLauncher):
 
 
 def follow_launches(launcher: GpuLauncher, collectives: DistributedCollectives) -> None:
-    """Launch what the first rank tells, until a rank is lost: raises RankLost."""
+    """Launch what the first rank tells, until a rank is lost, which raises RankLost."""
     model, pool, held = launcher.model, launcher.pool, HeldAdapters(partial(made_of, launcher.model))
     ask = _answers(model, pool, collectives)
     last: LaunchedTokens | None = None
@@ -91,7 +93,7 @@ def follow_launches(launcher: GpuLauncher, collectives: DistributedCollectives) 
             receive = partial(_receive, collectives, len(batch.logit_rows))
             launched = launcher.launch(batch, receive, last if kind == CommandKind.CONTINUE else None)
             if last is not None:
-                last.read()  # its inputs' place on the host is the next step's
+                last.read()  # the next step reuses its inputs' place on the host
             last = launched
         else:
             launcher.run(batch, False, None, None if kind == CommandKind.STEP else lambda hidden: None)
@@ -109,7 +111,7 @@ def _receive(collectives: DistributedCollectives, count: int, logits: Tensor) ->
 def _answers(
     model: Model, pool: KVPool, collectives: DistributedCollectives
 ) -> dict[CommandKind, Callable[[Tensor], object]]:
-    """Return what answers what is no step; rows come on the host."""
+    """Return the handlers of commands that are not steps; rows arrive on the host."""
 
     def on_device(ask: Callable[[Tensor], object]) -> Callable[[Tensor], object]:
         return lambda rows: ask(rows.to(model.device))

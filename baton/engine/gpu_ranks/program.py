@@ -1,4 +1,4 @@
-"""What the process of a rank on a GPU does: it reads its part, then launches what it is told."""
+"""The program of a rank on a GPU: it reads its part, then launches what it is told."""
 
 import sys
 import threading
@@ -27,9 +27,9 @@ def serve(
     memory_for: Callable[[int, torch.device], Any] | None = None,
     beside: Beside = lambda given, model, pool: nullcontext(),
 ) -> None:
-    """Serve until the first rank closes stdin or ends, or a rank is lost. `memory_for(num_bytes, device)` gives the
-    pool's memory; without it torch does. `beside`: what is entered while steps are launched. Ends with one line where
-    an adapter cannot be made ready."""
+    """Serve until the first rank closes stdin or ends, or a rank is lost. `memory_for(num_bytes, device)` returns the
+    pool's memory, by default torch's. `beside`: a context in which steps are launched. Ends with one line if an adapter
+    cannot be made ready."""
     given = Assignment.parse(sys.stdin.readline())
     threading.Thread(target=leave_with_leader, daemon=True).start()
     set_threads(given.config.threads)
