@@ -1,8 +1,8 @@
-"""C++ kernels for CPUs: one shared library with plain C functions for each tier of instructions.
+"""C++ kernels for CPUs: one shared library of plain C functions for each tier of instructions.
 
-A wheel made by `make wheel` carries them. From a checkout the one of this machine is compiled, ahead of time by `python
--m baton.engine.native`, otherwise by the first engine that wants it. Where neither can be had the engine computes on
-torch, and `unavailable()` says why.
+A wheel from `make wheel` contains them. In a checkout the library of this machine is compiled ahead of time by `python
+-m baton.engine.native`, or by the first engine that needs it. Without either the engine computes with torch, and
+`unavailable()` says why.
 """
 
 from baton.engine.native.build import NativeLibrary, library, unavailable

@@ -1,4 +1,4 @@
-"""`python -m baton.engine.native`: build the library now. Exit 0 also where there is none: without it the engine is
+"""`python -m baton.engine.native`: build the library now. The exit code is 0 even without a library: the engine is then
 slower, not wrong."""
 
 import sys

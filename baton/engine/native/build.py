@@ -1,5 +1,5 @@
-"""The loaded library of one tier: the one that the wheel carries, else compiled here and cached by what went into
-it."""
+"""Load the library of one tier: the one in the wheel, or else one compiled here and cached by a digest of its
+inputs."""
 
 import ctypes
 import fcntl
@@ -16,16 +16,16 @@ from baton import system
 from baton.engine.native import compiler
 from baton.engine.native.tier import Tier, available, missing
 
-SHIPPED = compiler.SOURCES / "libraries"  # of a wheel: one for each tier of its architecture
+SHIPPED = compiler.SOURCES / "libraries"  # in a wheel: one for each tier of its architecture
 _DIGEST_BYTES = hashlib.sha256().digest_size
 
 
 class NativeLibrary:
-    """The loaded library. `function(name, *argtypes)` is a C function that releases the GIL while it runs."""
+    """Hold the loaded library. `function(name, *argtypes)` returns a C function that releases the GIL while it runs."""
 
     def __init__(self, path: Path, tier: Tier):
         self.path, self.tier = path, tier
-        ctypes.CDLL(_openmp_of_torch(), mode=ctypes.RTLD_GLOBAL)  # which the library calls
+        ctypes.CDLL(_openmp_of_torch(), mode=ctypes.RTLD_GLOBAL)  # the library calls it
         self._library = ctypes.CDLL(str(path))
 
     def function(self, name: str, *argtypes, restype=None):
@@ -35,7 +35,7 @@ class NativeLibrary:
 
     @property
     def products(self) -> str:
-        """Return how the tier's kernels multiply floating point: tiers that do it alike give the same bits."""
+        """Return how the tier's kernels multiply floating point: tiers with equal names give the same bits."""
         return self.function("baton_products", restype=ctypes.c_char_p)().decode()
 
 
@@ -63,7 +63,7 @@ def _load() -> tuple[NativeLibrary | None, str]:
 
 
 def library() -> NativeLibrary | None:
-    """The library of this machine, built once and cached on disk; None where it cannot be had."""
+    """Return the library of this machine, built once and cached on disk; None if there is none."""
     return _load()[0]
 
 
@@ -73,18 +73,18 @@ def unavailable() -> str:
 
 
 def cache_folder() -> Path:
-    """BATON_CACHE, else the user's cache folder."""
+    """Return BATON_CACHE, or else the user's cache folder."""
     root = os.environ.get("BATON_CACHE") or os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "baton")
     return system.with_home(root)
 
 
 def built(command: Sequence[str], tier: Tier) -> Path:
-    """The library of a tier, compiled by this command where the cache has none."""
+    """Return the library of a tier, compiled by this command if it is not in the cache."""
     path = cache_folder() / f"native-{tier.name}-{_digest(command, tier)}.so"
     if _is_whole(path):
         return path
     path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path.with_suffix(".lock"), "w") as lock:  # two workers start at once: one builds, the other waits
+    with open(path.with_suffix(".lock"), "w") as lock:  # if two workers start together, one builds and the other waits
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -106,7 +106,7 @@ def built(command: Sequence[str], tier: Tier) -> Path:
 
 
 def _finish(library: Path) -> None:
-    """Write the digest of its bytes behind them, where no loader looks, and wait until the disk has both."""
+    """Append the digest of the file's bytes, where no loader looks, and wait until the disk has both."""
     digest = hashlib.sha256(library.read_bytes()).digest()
     with library.open("ab") as file:
         file.write(digest)
@@ -115,8 +115,8 @@ def _finish(library: Path) -> None:
 
 
 def _is_whole(path: Path) -> bool:
-    """Return whether the cache has what was built: what lacks a part, as of a copy that broke off, is SIGBUS where it
-    is called."""
+    """Return whether the cached file is complete: calling a truncated one, as an interrupted copy leaves it, raises
+    SIGBUS."""
     try:
         found = path.read_bytes()
     except FileNotFoundError:
@@ -125,8 +125,8 @@ def _is_whole(path: Path) -> bool:
 
 
 def _openmp_of_torch() -> str:
-    """The OpenMP runtime that torch has loaded: its own, or the system's where a distribution has built torch."""
-    import torch  # only now: who looks at the tiers does not wait for it
+    """Return the OpenMP runtime that torch has loaded: its own, or the system's if a distribution built torch."""
+    import torch  # imported late: a look at the tiers does not wait for it
 
     folder = Path(torch.__file__).parent
     found = sorted([*folder.glob("lib/libgomp*.so*"), *folder.parent.glob("torch.libs/libgomp*.so*")])

@@ -1,8 +1,8 @@
-"""Compile the .cpp files of this folder to one shared library. Standard library only: setup.py does it without torch.
+"""Compile the .cpp files of this folder to one shared library. Standard library only, so that setup.py needs no torch.
 
-What multiplies in parallel calls libgomp, and the library does not name it: the process has loaded torch's own before.
-With a second OpenMP runtime in a process the threads of each spin while the other works; clang's, which zig would bring
-along for wheels, is such a second one, so wheels are compiled by gcc too.
+Parallel products call libgomp, which the library does not link, since the process has loaded torch's own before. With a
+second OpenMP runtime in a process the threads of each spin while the other works. clang's runtime, which zig would
+bring for wheels, would be a second one, so wheels are compiled by gcc too.
 """
 
 import os
@@ -14,25 +14,26 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 SOURCES = Path(__file__).parent
-# No contraction: a * b + c is two roundings in every path that computes it, so that paths can agree in every bit.
+# No contraction: a * b + c rounds twice in every path that computes it, so that paths can agree in every bit.
 FLAGS = ("-O3", "-std=c++17", "-fopenmp", "-fno-math-errno", "-ffp-contract=off", "-fPIC")
-# gcc 12 finds uninitialized values in its own AVX-512 headers; vectors wider than a register pass between no libraries.
+# gcc 12 finds uninitialized values in its own AVX-512 headers; vectors wider than a register never pass between
+# libraries.
 WARNINGS = ("-Wall", "-Wextra", "-Wno-maybe-uninitialized", "-Wno-uninitialized", "-Wno-psabi")
 
 
 def find() -> list[str] | None:
-    """Return CXX, else g++, its program by its path and behind it the arguments of CXX; None where this machine does
-    not have it, or CXX is no command."""
+    """Return the compiler command: CXX, or else g++, as the program's path and the arguments of CXX. None if this
+    machine does not have it, or if CXX is not a command."""
     try:
         program, *arguments = shlex.split(os.environ.get("CXX") or "g++")
-    except ValueError:  # blank, or a quote that does not end
+    except ValueError:  # blank, or a quote that is not closed
         return None
     found = shutil.which(program)
     return None if found is None else [found, *arguments]
 
 
 def compiled(compiler: Sequence[str], tier_flags: Sequence[str], folder: Path, link_flags: Sequence[str] = ()) -> Path:
-    """Return folder/library.so, every file compiled by itself, all cores at once. Raises CalledProcessError."""
+    """Return folder/library.so, compiled file by file on all cores. Raises CalledProcessError."""
 
     def run(flags: Sequence[str], *arguments: str | Path) -> None:
         command = [*compiler, *flags, *tier_flags, *WARNINGS, *map(str, arguments)]

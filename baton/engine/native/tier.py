@@ -1,5 +1,5 @@
-"""Select the instructions that native kernels are compiled for: the best tier that the processor has, or that BATON_ISA
-allows."""
+"""Select the instructions for which native kernels are compiled: the best tier that the processor has, or that
+BATON_ISA allows."""
 
 import ctypes
 import os
@@ -13,12 +13,12 @@ CPUINFO = Path("/proc/cpuinfo")
 
 @dataclass(frozen=True, slots=True)
 class Tier:
-    """A set of instructions of one architecture."""
+    """Describe a set of instructions of one architecture."""
 
     name: str
-    machine: str  # as uname says
-    needs: frozenset[str]  # of /proc/cpuinfo, besides those of the architecture's tiers before it
-    flags: tuple[str, ...]  # of the compiler
+    machine: str  # as uname reports it
+    needs: frozenset[str]  # flags of /proc/cpuinfo, besides those of the architecture's lower tiers
+    flags: tuple[str, ...]  # for the compiler
     features: str  # what a processor below the architecture's first tier lacks
 
     def __str__(self) -> str:
@@ -66,7 +66,7 @@ TIERS = (
 
 
 def tiers_of(cpuinfo: str, machine: str) -> list[Tier]:
-    """Those that a processor has, worst first."""
+    """Return the tiers that a processor has, lowest first."""
     lines = (line.partition(":") for line in cpuinfo.splitlines())
     flags = next((set(value.split()) for name, _, value in lines if name.strip() in ("flags", "Features")), set())
     tiers = tiers_for(machine)
@@ -74,12 +74,13 @@ def tiers_of(cpuinfo: str, machine: str) -> list[Tier]:
 
 
 def tiers_for(machine: str) -> list[Tier]:
-    """Those that an architecture may have, worst first."""
+    """Return the tiers that an architecture may have, lowest first."""
     return [tier for tier in TIERS if tier.machine == machine]
 
 
 def available() -> list[Tier]:
-    """Those of this machine, worst first, up to BATON_ISA. Raises ValueError where that names no tier of its kind."""
+    """Return the tiers of this machine, lowest first, up to BATON_ISA. Raises ValueError if that is not a tier of its
+    architecture."""
     machine = platform.machine()
     names = [tier.name for tier in tiers_for(machine)]
     cap = os.environ.get("BATON_ISA")
@@ -97,12 +98,13 @@ def available() -> list[Tier]:
 
 @cache
 def tiles_permitted() -> bool:
-    """Ask Linux for the registers of AMX, which it keeps from a process that has not asked, for all threads."""
+    """Ask Linux for the AMX registers, for all threads; a process has to ask for them. Return whether it may
+    use them."""
     arch_prctl, request_permission, tile_data = 158, 0x1023, 18
     return ctypes.CDLL(None).syscall(arch_prctl, request_permission, tile_data) == 0
 
 
 def missing() -> str:
-    """Return why this machine, on which none is `available`, has no tier."""
+    """Return why this machine, for which none is `available`, has no tier."""
     lowest = next(iter(tiers_for(platform.machine())), None)
     return f"this processor has no {lowest}" if lowest else f"there are no kernels for {platform.machine()}"
