@@ -6,7 +6,7 @@ import subprocess
 
 from baton.lines import one_line
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # as Triton itself reads it, when it is first imported
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # as Triton itself reads it on its first import
 
 
 def unavailable(device: str) -> str:
@@ -17,12 +17,11 @@ def unavailable(device: str) -> str:
 
 
 def prepare() -> None:
-    """Have Triton build now what it launches kernels with, by a C compiler of this machine, or take it from its cache.
-    Raises ValueError, one line, where it cannot: at the first launch that would be a traceback, after a model was
-    read."""
+    """Make Triton build its launcher now, with a C compiler of this machine, or take it from its cache. Raises
+    ValueError, in one line, if it cannot; at the first launch that would be a traceback, after a model was read."""
     if INTERPRETED or unavailable("cuda"):
         return
-    from triton.runtime import driver  # an extra
+    from triton.runtime import driver  # an optional dependency
 
     try:
         _ = driver.active.utils  # pyright: ignore[reportAttributeAccessIssue]

@@ -1,4 +1,4 @@
-"""Watch Triton compile: a step that waits for a kernel is slow, and not stuck."""
+"""Watch Triton compile: a step that waits for a kernel is slow, but not stuck."""
 
 import logging
 import time
@@ -7,24 +7,25 @@ logger = logging.getLogger(__name__)
 
 
 class CompileWatch:
-    """Count what Triton compiles in this process, or loads from its cache. Belongs to the thread that launches; any
-    other may read.
+    """Count the kernels that Triton compiles in this process or loads from its cache. Used by the thread that launches;
+    others may read.
 
-    `num_kernels`: those that are ready; `since`: when the one that is being compiled was begun, on time.monotonic()."""
+    `num_kernels`: those that are ready; `since`: when compiling of the current one began, on time.monotonic().
+    """
 
     def __init__(self) -> None:
         self.num_kernels = 0
         self.since: float | None = None
 
     def install(self) -> None:
-        """Register as Triton's compile hook, in place of the previous one."""
-        from triton import knobs  # an extra
+        """Register as Triton's compile hook, replacing the previous one."""
+        from triton import knobs  # an optional dependency
 
         knobs.runtime.jit_cache_hook = self.begun
         knobs.runtime.jit_post_compile_hook = self.ended
 
     def begun(self, *_, **__) -> bool:
-        """Return False: Triton is to go on and compile."""
+        """Note that compiling begins; return False, so that Triton goes on."""
         self.since = time.monotonic()
         return False
 

@@ -1,10 +1,10 @@
-"""Products of rows that each meet one of several weights of one shape: the experts of a mixture, the heads of latent
+"""Products of rows with one of several weights of one shape each: the experts of a mixture, the heads of latent
 attention.
 
-A place is a row and the weight that it meets, its owner. `sort` puts places in the order of their owners, a counting
-sort, and cuts each owner's into tiles of rows: all on the device, so that a step is the same launches whatever was
-chosen, and may be captured. `multiply_grouped` is `multiply` of linear.py for such tiles: inputs in the same segments,
-added in the same order, so that a row has the bits that it has there.
+A place is a row together with its weight, the owner. `sort` puts places in the order of their owners, by a counting
+sort, and divides each owner's places into tiles of rows. All of it runs on the device, so a step has the same launches
+whatever was chosen, and may be captured. `multiply_grouped` is `multiply` of linear.py for such tiles: with the same
+segments of inputs, added in the same order, so a row has the same bits.
 """
 
 import triton
@@ -21,11 +21,12 @@ def sort(
     owners, order, tiles, num_places, num_slots,
     NUM_OWNERS: tl.constexpr, BINS: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Grid (NUM_OWNERS): an owner's places go into `order` int32 [num_places] behind those of lower ones, as they come.
+    """Sort one owner's places into `order` int32 [num_places], after those of lower owners and otherwise as they come.
+    Grid (NUM_OWNERS).
 
-    owners: integers [num_places]. tiles int32 [3, num_slots]: a tile's owner, the first of its places in `order` and
-    the one behind its last; those of the lowest owner first, NO_OWNER where there are no more. BINS: a power of two
-    above NUM_OWNERS.
+    owners: integers [num_places]. tiles int32 [3, num_slots]: a tile's owner, the first of its places in `order`, and
+    the end of them; those of the lowest owner first, NO_OWNER after the last tile. BINS: a power of two above
+    NUM_OWNERS.
     """
     own = tl.program_id(0)
     bins = tl.arange(0, BINS)
@@ -68,12 +69,13 @@ def multiply_grouped(
     BIAS: tl.constexpr, TREE: tl.constexpr, X_GROUPED: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Grid (slots, tiles of out). Weights, scales, offsets and biases of all owners are one above the other.
+    """Multiply one tile of rows by a tile of its owner's weight. Grid (slots, tiles of out). Weights, scales, offsets
+    and biases of all owners lie one above the other.
 
-    TOP_K: places to a row of x, neighbours; 0: x is in the order of `order`. SCATTERS: y is in the order of places,
-    else in that of `order`. BLOCK_M: rows of a tile, as `sort` cut them. Without `tiles` each of `num_rows` rows has a
-    place for every owner, one after the other, and x and y a row for each; slots are as many for each. Else as of
-    `multiply`.
+    TOP_K: neighbouring places per row of x; 0: x is in the order of `order`. SCATTERS: y is in the order of places,
+    else in that of `order`. BLOCK_M: rows of a tile, as `sort` divided them. Without `tiles` each of `num_rows` rows
+    has a place for every owner, in turn, with a row of x and y each, and every owner has equally many slots. Otherwise
+    as `multiply`.
     """
     slot = tl.program_id(0)
     if tiles is None:
@@ -95,7 +97,7 @@ def multiply_grouped(
         rows = places // TOP_K if TOP_K > 0 else sorted_rows
     outs = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     out_mask = outs < num_out
-    above = owner.to(tl.int64) * num_out  # outputs of the weights above
+    above = owner.to(tl.int64) * num_out  # outputs of the weights above this one
     x_rows = x + rows.to(tl.int64)[:, None] * x_stride
     w_rows = w + (above + outs)[None, :] * w_stride
     if KIND != "dense":

@@ -1,7 +1,7 @@
-"""Triton's interpreter (3.6.0 to 3.9.0) under numpy 2.4, mended where tests would see the machine instead of a kernel:
-`range` over a value that a kernel computed needs an index, which it takes from an array of one element, and numpy no
-longer converts that; a truth that is spread over a tile becomes an integer, which no load takes for a mask; and
-OpenBLAS adds up a row of a product by its place in the tile (seen in 0.3.31), which no matrix instruction does."""
+"""Fix Triton's interpreter (3.6.0 to 3.9.0) under numpy 2.4 where tests would otherwise test it instead of a kernel.
+`range` over a computed value needs an index, which the interpreter takes from an array of one element, and numpy no
+longer converts that. A boolean spread over a tile becomes an integer, which no load accepts as a mask. And OpenBLAS
+sums a row of a product by its place in the tile (seen in 0.3.31), which no matrix instruction does."""
 
 import numpy as np
 import triton.language as tl
@@ -9,8 +9,8 @@ from triton.runtime import interpreter
 
 
 def mend() -> None:
-    """Every scalar of an interpreted kernel can be a bound of `range`, every comparison a mask; a row of a product is
-    computed by itself."""
+    """Patch the interpreter: every scalar can be a bound of `range`, every comparison a mask, and each row of a product
+    is computed by itself."""
     patch, dot = interpreter._patch_lang_tensor, interpreter.InterpreterBuilder.create_dot
     splat = interpreter.InterpreterBuilder.create_splat
 
@@ -26,7 +26,7 @@ def mend() -> None:
 
     def splat_truth(self, tile_type, value):
         found = splat(self, tile_type, value)
-        is_truth = value.data.dtype == np.bool_  # of a comparison, whose handle has the type of what was compared
+        is_truth = value.data.dtype == np.bool_  # of a comparison, whose handle has the type of the compared values
         return interpreter.TensorHandle(found.data != 0, tl.int1) if is_truth else found
 
     interpreter._patch_lang_tensor = patch_and_index

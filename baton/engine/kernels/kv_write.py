@@ -1,8 +1,8 @@
-"""Queries and keys normalized and rotated, keys and values encoded and stored, in one pass over the projected heads.
+"""Normalize and rotate queries and keys, encode and store keys and values, in one pass over the projected heads.
 
-The torch twins are layers/norm.py and layers/rope.py, kv/stored_forms.py's `encode` and KVPool.write. Here a head stays
-in fp32 from the projection to the store; rows that need neither norm nor rotation are stored as `encode` stores them,
-to the byte.
+The torch twins are layers/norm.py and layers/rope.py, `encode` of kv/stored_forms.py, and KVPool.write. Here a head
+stays in fp32 from the projection to the store. Rows that need neither norm nor rotation are stored exactly as `encode`
+stores them.
 """
 
 import torch
@@ -19,7 +19,7 @@ def write_kv(
     heads: Tensor, num_heads: int, positions: Tensor, slots: Tensor, tables: tuple[Tensor, Tensor],
     norms: tuple[Tensor, Tensor, float] | None, pool: KVPool, layer: int,
 ) -> Tensor:  # fmt: skip
-    """Rotated queries [T, num_heads, head_dim]; K and V of `layer` go to the pool.
+    """Write K and V of `layer` to the pool; return the rotated queries [T, num_heads, head_dim].
 
     heads [T, H + 2 * Hkv, head_dim]: queries, keys, values as projected, the last dimension contiguous. positions,
     slots int64 [T]: a slot below 0 is not written. tables: Rope.signed_tables, fp32. norms: weights of the queries' and
@@ -50,7 +50,8 @@ def _write(
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK: tl.constexpr,
     FORM: tl.constexpr, LIMIT: tl.constexpr, NORMED: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tokens, queries' + keys' + values' heads). A head is held as its even and its odd elements, BLOCK each."""
+    """Process one head. Grid (tokens, queries' + keys' + values' heads). It is held as even and odd elements, BLOCK
+    each."""
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     x = heads + token * token_stride + head * head_stride
     even = 2 * tl.arange(0, BLOCK)
@@ -85,7 +86,8 @@ def _write(
 
 @triton.jit
 def _rotated(x, weight, inverse, cos, sin, dims, HEAD_DIM: tl.constexpr, NORMED: tl.constexpr):
-    """Elements `dims` of a head after norm and rotation: the first half pairs with the second, sin carries its sign."""
+    """Return elements `dims` of a head after norm and rotation: the first half pairs with the second, sin has
+    its sign."""
     mask = dims < HEAD_DIM
     others = (dims + HEAD_DIM // 2) % HEAD_DIM
     value = tl.load(x + dims, mask=mask, other=0.0).to(tl.float32)

@@ -33,8 +33,9 @@ def multiply(
     KIND: tl.constexpr, GROUPED: tl.constexpr, OFFSETS: tl.constexpr, BIAS: tl.constexpr, PARTIAL: tl.constexpr,
     TREE: tl.constexpr, X_GROUPED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tiles of rows, tiles of out, segments; 1 where not PARTIAL). Programs of one tile of the weight start next
-    to each other: the later ones may find it in the cache. BLOCK_K divides `group` and `segment_len`.
+    """Multiply a tile of rows by a tile of a weight. Grid (tiles of rows, tiles of out, segments; 1 without PARTIAL).
+    Programs of one tile of the weight start next to each other, so later ones may find it in the cache. BLOCK_K divides
+    `group` and `segment_len`.
 
     partials fp32 [segments, M, out], scaled; y in its own dtype.
     """
@@ -75,7 +76,7 @@ def multiply(
 @triton.jit
 def _add_leaf(leaf, total, one, two, four):
     """Return the largest branch of up to 8 leaves that ends with `leaf`, and the sums of 1, 2 and 4 leaves that wait
-    for their neighbour. The last leaf's is the whole tree."""
+    for their neighbour. For the last leaf the branch is the whole tree."""
     if leaf % 2 == 0:
         one = total
     else:
@@ -97,7 +98,7 @@ def _segment(
     KIND: tl.constexpr, GROUPED: tl.constexpr, OFFSETS: tl.constexpr, X_GROUPED: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """fp32 [BLOCK_M, BLOCK_N] of the inputs [begin, end)."""
+    """Return the product of the inputs [begin, end), fp32 [BLOCK_M, BLOCK_N]."""
     HALF: tl.constexpr = BLOCK_K // 2
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.int32 if KIND == "w8a8" and not GROUPED else tl.float32)
     for k in range(begin, end, BLOCK_K):
@@ -164,7 +165,7 @@ def add_segments(
     partials, bias, y, num_rows, num_out, num_segments,
     BIAS: tl.constexpr, TREE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Partial sums [segments, M, out] as `multiply` adds them. Grid (tiles of rows, tiles of out)."""
+    """Add partial sums [segments, M, out] in the order of `multiply`. Grid (tiles of rows, tiles of out)."""
     rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     outs = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     row_mask, out_mask = rows < num_rows, outs < num_out
@@ -189,8 +190,8 @@ def multiply_row(
     KIND: tl.constexpr, GROUPED: tl.constexpr, OFFSETS: tl.constexpr, BIAS: tl.constexpr, X_GROUPED: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PACK_K: tl.constexpr,
 ):  # fmt: skip
-    """One row, without the matrix unit: grid (tiles of out). PACK_K: the columns that int4 bytes are packed by.
-    Not for w8a8."""
+    """Multiply one row without the matrix unit. Grid (tiles of out). PACK_K: the columns by which int4 bytes are
+    packed. Not for w8a8."""
     outs = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     out_mask = outs < num_out
     w_rows = w + outs.to(tl.int64)[:, None] * w_stride
@@ -198,7 +199,7 @@ def multiply_row(
     acc = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
     for k in range(0, num_in, BLOCK_K):
         if KIND == "int4":
-            octets = k + tl.arange(0, BLOCK_K)  # BLOCK_K bytes, and so twice as many inputs, two turns of the loop
+            octets = k + tl.arange(0, BLOCK_K)  # BLOCK_K bytes hold twice as many inputs, for two turns of the loop
             mask = octets * 2 < num_in
             packed = tl.load(w_rows + octets[None, :], mask=out_mask[:, None] & mask[None, :], other=0x88)
             low_ins = octets // (PACK_K // 2) * PACK_K + octets % (PACK_K // 2)
@@ -240,8 +241,8 @@ def scale_products(
     products, scales, x_scales, bias, y, num_rows, num_out, BIAS: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Integers [M, out] that a library multiplied, of a scale a row and one an output. Grid (tiles of rows, tiles of
-    out)."""
+    """Scale integers [M, out] that a library multiplied, with one scale per row and per output. Grid (tiles of rows,
+    tiles of out)."""
     rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     outs = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     row_mask, out_mask = rows < num_rows, outs < num_out

@@ -1,8 +1,8 @@
-"""What adapters add to the outputs of one linear layer, y += B (A x), for all adapters of a step in two launches.
+"""Apply adapters to the outputs of one linear layer, y += B (A x), for all adapters of a step in two launches.
 
-A tile is up to BLOCK_M neighbouring rows with one adapter, int64 [3]: the address of the adapter's table, the first row
-and the one behind the last. A table is int64 [places, 3]: of each linear layer the addresses of A [rank, in] and B
-[out, rank], contiguous, in the dtype of x, and the rank, a multiple of BLOCK_R; 0: it adds nothing there. A row is
+A tile is up to BLOCK_M neighbouring rows with one adapter, int64 [3]: the address of the adapter's table, the first
+row, and the end of the rows. A table is int64 [places, 3]: for each linear layer the addresses of A [rank, in] and B
+[out, rank], contiguous, in the dtype of x, and the rank, a multiple of BLOCK_R, or 0 if nothing is added. A row is
 summed in one order, whatever shares its tile.
 """
 
@@ -19,7 +19,7 @@ def shrink(
     x, tiles, inner, place, num_in, x_stride, inner_stride,
     BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """inner [T, >= rank] = A x, rounded to its dtype. Grid (tiles, blocks of the largest rank)."""
+    """Compute inner [T, >= rank] = A x, rounded to its dtype. Grid (tiles, blocks of the largest rank)."""
     tile = tiles + tl.program_id(0) * TILE_FIELDS
     pair = tl.load(tile).to(tl.pointer_type(tl.int64)) + place * TABLE_FIELDS
     first = tl.program_id(1) * BLOCK_R
@@ -46,7 +46,7 @@ def expand(
     inner, tiles, y, place, num_out, inner_stride, y_stride,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
-    """y [T, out] += B inner, which is rounded to its dtype before. Grid (tiles, blocks of outputs)."""
+    """Add y [T, out] += B inner, rounded to y's dtype first. Grid (tiles, blocks of outputs)."""
     tile = tiles + tl.program_id(0) * TILE_FIELDS
     pair = tl.load(tile).to(tl.pointer_type(tl.int64)) + place * TABLE_FIELDS
     rank = tl.load(pair + 2)

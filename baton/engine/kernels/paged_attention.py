@@ -1,16 +1,15 @@
 """Attention over the paged pool: chunks with a prefix and decode tokens, any group size, windows, any stored form.
 
 One program takes a tile of query rows that share a KV head (token after token, the heads of a token side by side) and
-walks KV in spans of BLOCK_N absolute positions with a running maximum and sum (FlashAttention-2, Dao 2023). KV is cut
-into splits of `split_len` positions. Either programs share the splits and leave partial results that `combine` merges
-(Flash-Decoding, Dao et al. 2023), or one takes all of them.
+walks KV in spans of BLOCK_N absolute positions with a running maximum and sum (FlashAttention-2, Dao 2023). KV is
+divided into splits of `split_len` positions. Either programs share the splits and leave partial results that `combine`
+merges (Flash-Decoding, Dao et al. 2023), or one program takes all splits.
 
-Fixed form: the tile's shape and split_len are constants, a split's result and the merging of splits are the same
-arithmetic in both ways, without contraction to fma. A row's bits then do not depend on who shares its tile or step, or
-on which of the two ways was taken. The torch twin is attention/reference.py.
+In the fixed form the tile's shape and split_len are constants, and a split's result and the merging of splits are the
+same arithmetic in both ways, without contraction to fma. So a row's bits do not depend on what shares its tile or step,
+or on which way was taken. The torch twin is attention/reference.py.
 
-How far a step reads is known here alone, where it runs as a CUDA graph: the grid is made for the GPU, not for the
-longest context that there may be.
+In a CUDA graph only the kernel knows how far a step reads: the grid is made for the GPU, not for the longest context.
 """
 
 import triton
@@ -20,10 +19,11 @@ from baton.engine.kernels.tiles import dot, load_rows, narrow
 
 LOG2_E = 1.4426950408889634
 TO_LOG2 = tl.constexpr(LOG2_E)
-GROUP_LOADS = tl.constexpr(16)  # splits that `combine` reads at a time: one after the other, each waits for the memory
+# Splits that `combine` reads together, since each read in turn would wait for the memory.
+GROUP_LOADS = tl.constexpr(16)
 
 
-# Values that change from step to step: no kernel of its own for those that are 1 or divisible by 16.
+# Values that change from step to step: Triton makes no special kernels for 1 and for multiples of 16.
 @triton.jit(
     do_not_specialize=["table_stride", "window", "split_len", "num_splits", "tiles_per_seq", "num_sharing", "tile_rows"]
 )
@@ -36,15 +36,15 @@ def attend(
     FORM: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr, SINKS: tl.constexpr, PARTIAL: tl.constexpr,
     SHARED: tl.constexpr, MIN_SPLIT: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tiles, kv heads, programs that share a tile's splits; 1 where not PARTIAL). SHARED: (num_sharing + tiles,
-    kv heads), the first of which share the splits that `deal` has dealt out; tiles that have such splits are left to
-    them.
+    """Attend with one tile of queries. Grid (tiles, kv heads, programs that share a tile's splits; 1 without PARTIAL).
+    With SHARED the grid is (num_sharing + tiles, kv heads): the first programs share the splits that `deal` has dealt
+    out, and the others skip tiles with such splits.
 
     q, out [T, H, D]; k, v and their scales: one layer of the pool, [blocks, kv heads, tokens, ..]; query_starts,
-    kv_lens, block_table: of SeqTable; tiles int32 [., 2]: sequence, first of its rows; not read where every sequence
-    has tiles_per_seq > 0. sinks fp32 [H], of this layer, read where SINKS. partials fp32 [T, H, num_splits, D]: sums
-    before division; stats, with 2: maximum, sum. SHARED: [items, kv heads, tile_rows, ..]. split_len 0: as long as
-    num_splits need to hold a sequence.
+    kv_lens, block_table: of SeqTable; tiles int32 [., 2]: sequence and first of its rows, not read if every sequence
+    has tiles_per_seq > 0. sinks fp32 [H] of this layer, read with SINKS. partials fp32 [T, H, num_splits, D]: sums
+    before division; stats, with a last dimension of 2: maximum, sum. With SHARED both are [items, kv heads, tile_rows,
+    ..]. split_len 0: as long as needed to hold a sequence in num_splits.
     """
     kv_head = tl.program_id(1)
     num_heads = tl.num_programs(1) * GROUP
@@ -116,7 +116,7 @@ def attend(
     if PARTIAL:
         for split in range(tl.program_id(2), (end + split_len - 1) // split_len, tl.num_programs(2)):
             first, last = tl.maximum(begin, split * split_len), tl.minimum(end, (split + 1) * split_len)
-            if first < last:  # else it is before the window
+            if first < last:  # else the split is before the window
                 maximum, total, acc = _reduce(
                     q_tile, k, v, k_scales, v_scales, table, before + tokens, whole, first, last,
                     block_stride, token_stride, scale_block_stride, scale_token_stride, log2_scale, log2_cap, window, block_size,
@@ -129,7 +129,7 @@ def attend(
     else:
         maximum = tl.full([BLOCK_M], float("-inf"), tl.float32)
         total = tl.zeros([BLOCK_M], tl.float32)
-        if SINKS:  # what each row has seen before all keys
+        if SINKS:  # the sinks, which each row sees before all keys
             maximum = tl.load(sinks + heads) * TO_LOG2
             total += 1.0
         acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
@@ -143,15 +143,14 @@ def attend(
             maximum, kept, added = _merge(maximum, split_maximum)
             total = total * kept + split_total * added
             acc = acc * kept[:, None] + split_acc * added[:, None]
-        total = tl.where(total == 0.0, 1.0, total)  # rows beyond the sequence's last
+        total = tl.where(total == 0.0, 1.0, total)  # rows after the sequence's last
         places = (query_start + tokens).to(tl.int64) * out_stride + heads * HEAD_DIM
         tl.store(out + places[:, None] + dims[None, :], narrow(acc / total[:, None], out.dtype.element_ty), mask=mask)
 
 
 @triton.jit
 def _sequence(tile, tiles, query_starts, kv_lens, tiles_per_seq, BLOCK_M: tl.constexpr):
-    """Return the sequence of a tile, the first of its rows there, and of the sequence first query, queries and
-    length."""
+    """Return a tile's sequence and first row in it, and the sequence's first query, number of queries, and length."""
     if tiles_per_seq > 0:
         seq = tile // tiles_per_seq
         first_row = tile % tiles_per_seq * BLOCK_M
@@ -178,11 +177,12 @@ def deal(
     tiles, kv_lens, items, owners, num_tiles, tiles_per_seq, split_len, num_sharing, most_items,
     MIN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Deal the splits of sequences out as items that programs share, where one program would walk more of them than
-    each has if all splits of the step were dealt evenly, and at least MIN. Grid (tiles), at most BLOCK.
+    """Deal out the splits of long sequences as items that programs share: if one program would otherwise walk at least
+    MIN splits and more than its share of all splits of the step. Grid (tiles), at most BLOCK.
 
-    items int32 [tiles + 1]: the first one of each tile, none where it is also the next one's; owners int32
-    [most_items]: the tile of each item. Tiles whose items are beyond most_items have none."""
+    items int32 [tiles + 1]: the first item of each tile, which has none if the next tile's is the same; owners int32
+    [most_items]: the tile of each item. Tiles whose items would exceed most_items have none.
+    """
     all_tiles = tl.arange(0, BLOCK)
     there = all_tiles < num_tiles
     if tiles_per_seq > 0:
@@ -210,9 +210,9 @@ def combine(
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     WINDOWED: tl.constexpr, SINKS: tl.constexpr, SHARED: tl.constexpr, MIN_SPLIT: tl.constexpr,
 ):  # fmt: skip
-    """Merge the splits of a token and head in order. Grid (tokens, heads); tokens int32 [., 5]: row of the batch,
-    position, length of its sequence, its place among the new tokens of that, the first tile of that; not read where
-    every sequence has query_len > 0 tokens. SHARED: as of `attend`; nothing to do where the tile has no items."""
+    """Merge the splits of a token and head in order. Grid (tokens, heads); tokens int32 [., 5]: row in the batch,
+    position, length of its sequence, its place among the sequence's new tokens, and the sequence's first tile; not read
+    if every sequence has query_len > 0 tokens. SHARED: as in `attend`; tiles without items are skipped."""
     head = tl.program_id(1)
     if query_len > 0:
         row = tl.program_id(0)
@@ -253,7 +253,7 @@ def combine(
     acc = tl.zeros([BLOCK_D], tl.float32)
     end = position // split_len + 1
     for group in range(first, end, GROUP_LOADS):
-        # None of these loads waits for another; the merging of what they bring is that of `attend`, one by one.
+        # None of these loads waits for another; their results are merged as in `attend`, one by one.
         for offset in tl.static_range(GROUP_LOADS):
             there = group + offset < end
             split = place + tl.minimum(group + offset, end - 1) * stride
@@ -268,7 +268,7 @@ def combine(
 
 @triton.jit
 def spread(kv_len, num_splits, MIN_SPLIT: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Positions of a split: whole spans, as few as hold a sequence in num_splits of them, at least MIN_SPLIT."""
+    """Return the positions per split: whole spans, as few as hold a sequence in num_splits, at least MIN_SPLIT."""
     return tl.maximum(tl.cdiv(tl.cdiv(kv_len, num_splits), BLOCK_N) * BLOCK_N, MIN_SPLIT)
 
 
@@ -279,8 +279,8 @@ def _reduce(
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     FORM: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr,
 ):  # fmt: skip
-    """Positions [begin, end) for rows at `positions` [M]: maximum [M] (of base-2 scores), sum [M], sums [M, D].
-    Every row sees the positions below `whole`, but for a window."""
+    """Reduce positions [begin, end) for rows at `positions` [M]: return maximum [M] (of base-2 scores), sum [M], sums
+    [M, D]. Every row sees the positions below `whole`, apart from a window."""
     maximum = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
@@ -309,7 +309,7 @@ def _span(
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     FORM: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK_N positions from `start` on. Not MASKED: all of them are there and seen by every row."""
+    """Reduce BLOCK_N positions from `start` on. Without MASKED all of them exist and every row sees them."""
     keys = start + tl.arange(0, BLOCK_N)
     there = keys < end
     block_ids = tl.load(table + keys // block_size, mask=there, other=0).to(tl.int64)
@@ -334,7 +334,8 @@ def _span(
 
 @triton.jit
 def _merge(maximum, other):
-    """The larger of two maxima, and what sums under each are worth under it. -inf: has seen nothing, worth nothing."""
+    """Return the larger of two maxima, and the factors on sums that were taken under each. -inf has seen nothing:
+    factor 0."""
     larger = tl.maximum(maximum, other)
     finite = tl.where(larger == float("-inf"), 0.0, larger)
     return larger, tl.exp2(maximum - finite), tl.exp2(other - finite)

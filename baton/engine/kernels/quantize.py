@@ -1,5 +1,5 @@
-"""Round activations to int8 or e4m3 with fp32 scales, of whole rows or of groups of inputs: by a kernel of its own, and
-for the kernels of rows.py before they store. The torch twin of e4m3 is layers/linear/rounding.py."""
+"""Round activations to int8 or e4m3 with fp32 scales, of whole rows or of groups of inputs: in a kernel of its own, and
+in the kernels of rows.py before they store. The torch twin of e4m3 is layers/linear/rounding.py."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -18,11 +18,11 @@ E4M3_MAX = tl.constexpr(448.0)
 
 @dataclass(frozen=True, slots=True)
 class Rounding:
-    """How a weight is multiplied with its input: as which type, with scales of how many inputs."""
+    """Describe how a weight's input is rounded: to which type, with a scale for how many inputs."""
 
     dtype: torch.dtype  # int8 | float8_e4m3fn
-    group: int = 0  # a power of two up to MAX_GROUP that divides a row; 0: a row has one scale
-    scale: float = 0.0  # of all inputs, known before; 0: each row's or group's own
+    group: int = 0  # a power of two up to MAX_GROUP that divides a row; 0: one scale per row
+    scale: float = 0.0  # of all inputs, known beforehand; 0: each row's or group's own
 
     @property
     def constants(self) -> dict[str, int | bool]:
@@ -30,24 +30,24 @@ class Rounding:
 
     @property
     def of_rows(self) -> bool:
-        """Return whether a row's scale is known when all of the row is."""
+        """Return whether a row's scale is known only once the whole row is."""
         return self.group == 0 and self.scale == 0.0
 
     def empty(self, num_rows: int, num_in: int, device: torch.device) -> "RoundedRows":
-        """Return room for rounded rows."""
+        """Return uninitialized rounded rows."""
         scales = torch.empty(num_rows, num_in // (self.group or num_in), dtype=torch.float32, device=device)
         return RoundedRows(torch.empty(num_rows, num_in, dtype=self.dtype, device=device), scales)
 
 
 class RoundedRows(NamedTuple):
-    """Rows as values * scales, each scale for as many inputs."""
+    """Hold rows as values * scales, with a scale for each group of inputs."""
 
     values: Tensor  # [T, in], contiguous
     scales: Tensor  # fp32 [T, groups]
 
 
 def round_rows(x: Tensor, rounding: Rounding, largest: Tensor | None) -> RoundedRows:
-    """x [T, in], its inputs neighbours; `largest` [T]: magnitudes of the rows where x is a part of them."""
+    """Round x [T, in], with contiguous inputs; `largest` [T]: magnitudes of whole rows if x is a part of them."""
     num_rows, num_in = x.shape
     made = rounding.empty(num_rows, num_in, x.device)
     programs = 1 if rounding.of_rows else triton.cdiv(num_in, BLOCK)
@@ -63,8 +63,8 @@ def _round_rows(
     x, given, values, scales, num_in, x_stride, static_scale,
     GROUP: tl.constexpr, STATIC: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Grid (rows, blocks of inputs; 1 where a row has a scale of its own). `given`: the largest magnitudes, else
-    None."""
+    """Round a block of a row. Grid (rows, blocks of inputs; 1 if a row has its own scale). `given`: the largest
+    magnitudes, or None."""
     row = tl.program_id(0).to(tl.int64)
     scale = static_scale
     if GROUP == 0 and not STATIC:
@@ -88,7 +88,7 @@ def _block_of(x, row, begin, num_in, x_stride, BLOCK: tl.constexpr):
 
 @triton.jit
 def scale_of(largest, DTYPE: tl.constexpr):
-    """Return the scale of inputs of this largest magnitude."""
+    """Return the scale of inputs with this largest magnitude."""
     if tl.int8 == DTYPE:
         return tl.div_rn(largest, 127.0)
     return tl.maximum(tl.div_rn(largest, E4M3_MAX), 1e-12)
@@ -96,7 +96,7 @@ def scale_of(largest, DTYPE: tl.constexpr):
 
 @triton.jit
 def store_rounded(block, values, scales, row, begin, num_in, scale, GROUP: tl.constexpr, BLOCK: tl.constexpr):
-    """Store a row's inputs from `begin` on, fp32 [BLOCK], zeros behind the last; with `scale`, or that of each
+    """Store a row's inputs from `begin` on, fp32 [BLOCK], with zeros after the last, by `scale` or by that of each
     GROUP."""
     ins = begin + tl.arange(0, BLOCK)
     if GROUP > 0:
@@ -115,7 +115,7 @@ def store_rounded(block, values, scales, row, begin, num_in, scale, GROUP: tl.co
 
 @triton.jit
 def _levels(x, scale, DTYPE: tl.constexpr):
-    """x / scale, half to even, within what the type has."""
+    """Return x / scale, rounded half to even, within the range of the type."""
     if tl.int8 == DTYPE:
         level = tl.div_rn(x, tl.where(scale == 0.0, 1.0, scale) + tl.zeros_like(x))
         return ((level + ROUND) - ROUND).to(tl.int8)

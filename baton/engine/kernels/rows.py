@@ -1,6 +1,6 @@
-"""Compute on rows between two products: residual and RMSNorm in one pass, SiLU times up in another; what the next
-product wants rounded is rounded there. A row is a program's own, so its bits do not depend on others. The torch twins
-are layers/norm.py and layers/activation.py."""
+"""Compute on rows between two products: residual and RMSNorm in one pass, SiLU times up in another, with the result
+rounded if the next product wants that. Each row has its own program, so its bits do not depend on others. The torch
+twins are layers/norm.py and layers/activation.py."""
 
 import torch
 import triton
@@ -17,14 +17,14 @@ NOT_CLAMPED = (1.0, 0.0)
 
 
 def add_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
-    """x [T, size] += delta, in place; RMSNorm of that, in the dtype of x. All contiguous."""
+    """Add delta to x [T, size] in place; return its RMSNorm in the dtype of x. All are contiguous."""
     out = torch.empty_like(x)
     _launch_norm(x, delta, weight, eps, out, None, 0.0, NOT_ROUNDED)
     return out
 
 
 def add_norm_rounded(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, rounding: Rounding) -> RoundedRows:
-    """Do the same, and round what came out, in the dtype of x before."""
+    """Do as `add_norm`, then round the result to the dtype of x and from that by `rounding`."""
     out = rounding.empty(*x.shape, x.device)
     _launch_norm(x, delta, weight, eps, *out, rounding.scale, rounding.constants)
     return out
@@ -39,8 +39,8 @@ def _launch_norm(x, delta, weight, eps, out, scales, static_scale, constants) ->
 
 
 def swiglu(gate_up: Tensor, clamp: Clamp | None = None) -> Tensor:
-    """[T, 2 * size], gates first, contiguous -> silu(gate) * up [T, size]; with `clamp` as clamped_swiglu of the
-    twin."""
+    """Return silu(gate) * up [T, size] of [T, 2 * size], gates first, contiguous; with `clamp` as the twin's
+    clamped_swiglu."""
     num_rows, size = gate_up.shape[0], gate_up.shape[1] // 2
     out = gate_up.new_empty(num_rows, size)
     _swiglu[(num_rows, triton.cdiv(size, SWIGLU_BLOCK))](
@@ -51,7 +51,7 @@ def swiglu(gate_up: Tensor, clamp: Clamp | None = None) -> Tensor:
 
 
 def swiglu_rounded(gate_up: Tensor, rounding: Rounding, clamp: Clamp | None = None) -> RoundedRows:
-    """Do the same, and round what came out, in the dtype of gate_up before."""
+    """Do as `swiglu`, then round the result to the dtype of gate_up and from that by `rounding`."""
     num_rows, size = gate_up.shape[0], gate_up.shape[1] // 2
     out = rounding.empty(num_rows, size, gate_up.device)
     block = SWIGLU_ROW_BLOCK if rounding.of_rows else SWIGLU_BLOCK
@@ -67,7 +67,7 @@ def _add_norm(
     x, delta, weight, out, scales, size, eps, static_scale,
     ADDS: tl.constexpr, GROUP: tl.constexpr, STATIC: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """`scales`: of the rounded rows; None: they are not rounded."""
+    """Add and norm one row. `scales`: of the rounded rows; None: they are not rounded."""
     places = tl.arange(0, BLOCK)
     mask = places < size
     begin = tl.program_id(0).to(tl.int64) * size
@@ -94,7 +94,8 @@ def _swiglu(
     gate_up, out, scales, size, static_scale, alpha, limit,
     GROUP: tl.constexpr, STATIC: tl.constexpr, CLAMPED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Grid (rows, blocks; 1 where a row has a scale of its own). `scales`: of the rounded rows; None: not rounded."""
+    """Gate a block of a row. Grid (rows, blocks; 1 if a row has its own scale). `scales`: of the rounded rows,
+    or None."""
     row = tl.program_id(0).to(tl.int64)
     first = tl.program_id(1) * BLOCK
     if scales is None:
@@ -119,7 +120,7 @@ def _swiglu(
 
 @triton.jit
 def _gated(gate_up, row, begin, size, alpha, limit, CLAMPED: tl.constexpr, BLOCK: tl.constexpr):
-    """silu(gate) * up from `begin` on [BLOCK], in the dtype of gate_up, zeros behind the last."""
+    """Return silu(gate) * up from `begin` on [BLOCK], in the dtype of gate_up, with zeros after the last."""
     places = begin + tl.arange(0, BLOCK)
     mask = places < size
     gate = tl.load(gate_up + row * 2 * size + places, mask=mask, other=0.0).to(tl.float32)

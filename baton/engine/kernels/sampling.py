@@ -1,12 +1,12 @@
-"""Tokens drawn from logits in two launches: penalties, biases, bans, masks, temperature, top_k, top_p, min_p and noise.
+"""Draw tokens from logits in two launches: penalties, biases, bans, masks, temperature, top_k, top_p, min_p and noise.
 
-`score` takes a row's vocabulary in parts: it changes logits, and leaves the best token of each part, or, where a row
-has filters, its scores. `choose` ends a row: the best of its parts, or of what the filters leave. A row is a program's
-own, and all that is added up for a filter is whole numbers, so its token does not depend on the rows beside it, nor on
-the order of sums.
+`score` takes a row's vocabulary in parts: it changes logits and leaves the best token of each part or, if a row has
+filters, its scores. `choose` finishes a row: it takes the best of the parts, or of what the filters leave. Each row has
+its own program, and all sums for a filter are of whole numbers, so a token does not depend on other rows or on the
+order of sums.
 
-The cut of a filter is searched for, not sorted for: a histogram of how far scores are below the best tells which may be
-left, these are moved together, and the cut among them is found by halving. Scores are compared as integers in their
+The cut of a filter is found without sorting: a histogram of how far scores are below the best tells which tokens may be
+left, these are moved together, and the cut among them is found by halving. Scores are compared as integers of the same
 order. The twin on a host is sampling/filters.py.
 
 Noise is compared in fp64 where it decides. In fp32, relative to the best score, noise and score are right within 1e-4:
@@ -18,30 +18,30 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-PART = 2048  # tokens of a vocabulary that a program of `score` takes
-ROW_BLOCK, ROW_WARPS = 4096, 16  # tokens that a program of `choose` takes at a time
+PART = 2048  # tokens of a vocabulary per program of `score`
+ROW_BLOCK, ROW_WARPS = 4096, 16  # tokens that a program of `choose` takes together
 
-# Words of a row's record, int32; fp32 as its bits.
+# Words of a row's record, int32; fp32 values as their bits.
 RECORD = tl.constexpr(16)
 TEMPERATURE, TOP_P, MIN_P, REPETITION, PRESENCE, FREQUENCY = (tl.constexpr(place) for place in range(6))
 MODE, TOP_K, KEY_LOW, KEY_HIGH, FIRST_CHANGE, END_CHANGE, MASK, SLOT = (tl.constexpr(place) for place in range(6, 14))
 GREEDY, PLAIN, FILTERED = (tl.constexpr(mode) for mode in range(3))
-CHANGE = tl.constexpr(3)  # words of a changed token: id, times in the output with SEEN, fp32 that is added
+CHANGE = tl.constexpr(3)  # words of a changed token: id, times in the output with SEEN, fp32 to add
 SEEN = tl.constexpr(1 << 30)
 
 NEAR = tl.constexpr(1e-3)
 NO_ID = tl.constexpr(2**31 - 1)
 LOWEST = tl.constexpr(-2139095041)  # `_ordered` of -inf
 BINS, BINS_PER_UNIT = tl.constexpr(2048), tl.constexpr(128.0)
-HAIR = tl.constexpr(1e-4)  # by which the sum of a histogram's lower bounds may be wrong
+HAIR = tl.constexpr(1e-4)  # the most by which the sum of a histogram's lower bounds may be wrong
 WHOLE = tl.constexpr(float(1 << 40))  # the weight of the best token
 GOLDEN, MIX_1, MIX_2 = (tl.constexpr(each) for each in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
 
 
 def draw(logits: Tensor, given: Tensor, num_slots: int) -> Tensor:
-    """Return token ids int64 [R] of logits fp32 [R, vocab_size], rows contiguous; `given`, int32 on the same device:
-    RECORD words a row, then what they point to (sampling/on_device.py). `num_slots`: rows with changes or filters,
-    whose scores are kept meanwhile."""
+    """Return token ids int64 [R] of logits fp32 [R, vocab_size], rows contiguous. `given`, int32 on the same device,
+    has RECORD words per row, then what they point to (sampling/on_device.py). `num_slots`: rows with changes or
+    filters, whose scores are kept in between."""
     num_rows, vocab_size = logits.shape
     num_parts = triton.cdiv(vocab_size, PART)
     device = logits.device
@@ -63,8 +63,9 @@ def draw(logits: Tensor, given: Tensor, num_slots: int) -> Tensor:
 
 @triton.jit(do_not_specialize_on_alignment=["logits"])
 def score(logits, given, scores, best, best_ids, row_stride, vocab_size, BLOCK: tl.constexpr):
-    """Grid (rows, parts of the vocabulary). best fp64 and best_ids [rows, parts]: of each part the best token and what
-    it is worth, with noise where it is drawn without filters. scores [slots, vocab_size]: of rows with filters."""
+    """Score one part of a row. Grid (rows, parts of the vocabulary). best fp64 and best_ids [rows, parts]: the best
+    token of each part and its score, with noise if it is drawn without filters. scores [slots, vocab_size]: of rows
+    with filters."""
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     record = given + row * RECORD
     ids = part * BLOCK + tl.arange(0, BLOCK)
@@ -119,8 +120,8 @@ def _change(raw, kept, given, record, places, end, first, BLOCK: tl.constexpr):
 def choose(
     given, scores, ids, best, best_ids, token_ids, vocab_size, num_parts, PARTS: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Grid (rows). token_ids int64 [rows]; ids int32 as scores: which tokens may be left, over whose scores theirs are
-    moved."""
+    """Choose the token of a row. Grid (rows). token_ids int64 [rows]; ids int32, shaped as scores: the tokens that may
+    be left, whose scores are moved to the same places."""
     row = tl.program_id(0).to(tl.int64)
     record = given + row * RECORD
     parts = tl.arange(0, PARTS)
@@ -137,7 +138,7 @@ def choose(
 
 @triton.jit
 def _filtered(scores, ids, record, highest, token, vocab_size, BLOCK: tl.constexpr):
-    """The token drawn of those that the filters of a row leave; `highest`: its best score."""
+    """Draw a token from those that the filters of a row leave; `highest`: its best score."""
     top_k, top_p, min_p = tl.load(record + TOP_K), _float(record + TOP_P), _float(record + MIN_P)
     lanes = tl.arange(0, BLOCK)
     histogram = tl.zeros([BINS], tl.int32)
@@ -173,14 +174,14 @@ def _filtered(scores, ids, record, highest, token, vocab_size, BLOCK: tl.constex
 
 @triton.jit
 def _last_bin(histogram, mass, top_k, top_p, min_p):
-    """The last bin, from the best score on, with a token that the filters may leave."""
+    """Return the last bin, counted from the best score on, with a token that the filters may leave."""
     last = BINS - 1
     if top_k > 0:
         last = tl.minimum(last, tl.sum((tl.cumsum(histogram, 0) < top_k).to(tl.int32), 0))
     else:
         if top_p < 1.0:
             bins = tl.arange(0, BINS)
-            least = tl.exp((bins + 1).to(tl.float32) / -BINS_PER_UNIT)  # that a token of a bin may weigh
+            least = tl.exp((bins + 1).to(tl.float32) / -BINS_PER_UNIT)  # the least weight of a token in a bin
             least = tl.where(bins == BINS - 1, 0.0, least)
             sums = tl.cumsum(histogram.to(tl.float32) * least, 0) * (1.0 - HAIR)
             wanted = top_p * (mass.to(tl.float32) / WHOLE)
@@ -192,8 +193,8 @@ def _last_bin(histogram, mass, top_k, top_p, min_p):
 
 @triton.jit
 def _cut(scores, ids, count, mass, highest, last, top_k, top_p, vocab_size, BLOCK: tl.constexpr):
-    """The least score, in its order, that top_k and top_p leave, and the first of the ids that have it which are
-    left."""
+    """Return the least score, as an ordered integer, that top_k and top_p leave, and the lowest id with that score that
+    they leave."""
     below = tl.full([], LOWEST, tl.int64) - 1
     if last < BINS - 1:
         below = _ordered(highest - (last + 2).to(tl.float32) / BINS_PER_UNIT).to(tl.int64)
@@ -234,7 +235,7 @@ def _cut(scores, ids, count, mass, highest, last, top_k, top_p, vocab_size, BLOC
 
 @triton.jit
 def _load(scores, ids, begin, count, BLOCK: tl.constexpr):
-    """Scores, these in their order as int64, and ids [BLOCK] of tokens that may be left."""
+    """Load scores, these as ordered int64, and ids [BLOCK] of tokens that may be left."""
     places = begin + tl.arange(0, BLOCK)
     tile = tl.load(scores + places, mask=places < count, other=float("-inf"))
     token_ids = tl.load(ids + places, mask=places < count, other=-1)
@@ -243,7 +244,7 @@ def _load(scores, ids, begin, count, BLOCK: tl.constexpr):
 
 @triton.jit
 def _num_from(scores, ids, count, floor, BLOCK: tl.constexpr):
-    """How many are at `floor` or above."""
+    """Return how many tokens are at `floor` or above."""
     total = tl.zeros([BLOCK], tl.int32)
     for begin in range(0, count, BLOCK):
         _, orders, _ = _load(scores, ids, begin, count, BLOCK)
@@ -253,7 +254,7 @@ def _num_from(scores, ids, count, floor, BLOCK: tl.constexpr):
 
 @triton.jit
 def _mass_above(scores, ids, count, floor, highest, BLOCK: tl.constexpr):
-    """What those above `floor` weigh."""
+    """Return the weight of the tokens above `floor`."""
     total = tl.zeros([BLOCK], tl.int64)
     for begin in range(0, count, BLOCK):
         tile, orders, _ = _load(scores, ids, begin, count, BLOCK)
@@ -263,7 +264,7 @@ def _mass_above(scores, ids, count, floor, highest, BLOCK: tl.constexpr):
 
 @triton.jit
 def _ties(scores, ids, count, floor, highest, BLOCK: tl.constexpr):
-    """How many are at `floor`, and what each weighs."""
+    """Return how many tokens are at `floor`, and the weight of each."""
     total = tl.zeros([BLOCK], tl.int64)
     weight = tl.zeros([BLOCK], tl.int64)
     for begin in range(0, count, BLOCK):
@@ -275,7 +276,7 @@ def _ties(scores, ids, count, floor, highest, BLOCK: tl.constexpr):
 
 @triton.jit
 def _num_ties(scores, ids, count, floor, first_id, BLOCK: tl.constexpr):
-    """How many at `floor` have `first_id` or a higher id."""
+    """Return how many tokens at `floor` have `first_id` or a higher id."""
     total = tl.zeros([BLOCK], tl.int64)
     for begin in range(0, count, BLOCK):
         _, orders, token_ids = _load(scores, ids, begin, count, BLOCK)
@@ -285,19 +286,19 @@ def _num_ties(scores, ids, count, floor, first_id, BLOCK: tl.constexpr):
 
 @triton.jit
 def _bin(tile, highest):
-    """How far scores are below the highest, in bins; the last one has all that are further."""
+    """Return how far scores are below the highest, in bins; the last bin has all that are further."""
     return tl.minimum((highest - tile) * BINS_PER_UNIT, BINS - 1.0).to(tl.int32)
 
 
 @triton.jit
 def _weight(tile, highest):
-    """Return exp(score - highest) as whole numbers, so that sums of them have no order."""
+    """Return exp(score - highest) as whole numbers, so that the order of sums does not matter."""
     return (tl.exp(tile - highest) * WHOLE).to(tl.int64)
 
 
 @triton.jit
 def _ordered(scores):
-    """Return integers in the order of fp32 scores. -0.0 is 0.0."""
+    """Return integers in the order of fp32 scores; -0.0 equals 0.0."""
     bits = (scores + 0.0).to(tl.int32, bitcast=True)
     return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
 
@@ -320,8 +321,8 @@ def _key(record):
 
 @triton.jit
 def _best(tile, ids, key, reference, worth, token):
-    """The token with the most score and noise of fp32 scores [BLOCK], or the one given that is `worth` as much in fp64;
-    of equals the lowest id. `reference`: a score near the highest."""
+    """Return the token with the largest sum of score and noise among fp32 scores [BLOCK], or the given one if its sum
+    in fp64, `worth`, is larger; of equals the lowest id. `reference`: a score near the highest."""
     rough = (tile - reference) + _rough_noise(key, ids)
     top = tl.max(rough, 0)
     least = tl.maximum(top, (worth - reference.to(tl.float64)).to(tl.float32)) - NEAR
@@ -338,7 +339,7 @@ def _best(tile, ids, key, reference, worth, token):
 
 @triton.jit
 def _bits(key, ids):
-    """53 bits of SplitMix64 seeded with `key`, at index `ids` (sampling/noise.py)."""
+    """Return 53 bits of SplitMix64 seeded with `key`, at index `ids` (sampling/noise.py)."""
     x = (ids.to(tl.int64) + 1).to(tl.uint64) * GOLDEN + key
     x = (x ^ (x >> 30)) * MIX_1
     x = (x ^ (x >> 27)) * MIX_2
@@ -347,7 +348,8 @@ def _bits(key, ids):
 
 @triton.jit
 def _rough_noise(key, ids):
-    """Gumbel noise in fp32, wrong by less than 5e-5. Either end of (0, 1) has the precision of its distance to it."""
+    """Return Gumbel noise in fp32, wrong by less than 5e-5. Both ends of (0, 1) have the precision of the distance to
+    them."""
     bits = _bits(key, ids)
     upper = bits >= 1 << 52
     near = tl.where(upper, bits ^ ((1 << 53) - 1), bits).to(tl.float32) * 2.0**-53 + 2.0**-54
@@ -358,8 +360,8 @@ def _rough_noise(key, ids):
 
 @triton.jit
 def _noise(key, id):
-    """Gumbel noise in fp64, -log(-log1p(-u)); log1p as Kahan has it, within a few units of the last place."""
+    """Return Gumbel noise in fp64, -log(-log1p(-u)), with Kahan's log1p, within a few units of the last place."""
     u = (_bits(key, id).to(tl.float64) + 0.5) * 2.0**-53
     rest = 1.0 - u
-    lost = tl.where(rest == 1.0, 1.0, 1.0 - rest)  # what was taken away, after rounding
+    lost = tl.where(rest == 1.0, 1.0, 1.0 - rest)  # what rounding took away
     return -tl.log(tl.where(rest == 1.0, u, -tl.log(rest) * (u / lost)))

@@ -1,4 +1,4 @@
-"""Name the order in which the Triton kernels sum: two workers whose kernels sum otherwise compute other bits."""
+"""Name the order in which the Triton kernels sum: two workers whose kernels sum differently compute different bits."""
 
 import ast
 import hashlib
@@ -6,7 +6,7 @@ from functools import cache
 from pathlib import Path
 
 ENGINE = Path(__file__).parents[1]
-# Below baton/engine: the kernels whose sums end in KV, and what chooses their tiles, splits and segments.
+# Below baton/engine: the kernels whose sums end in KV, and the code that chooses their tiles, splits and segments.
 SOURCES = (
     "kernels/linear.py", "kernels/grouped.py", "kernels/low_rank.py", "kernels/paged_attention.py", "kernels/rows.py",
     "kernels/kv_write.py", "kernels/tiles.py", "kernels/quantize.py", "kernels/state/inputs.py", "kernels/state/folds.py",
@@ -19,9 +19,9 @@ SOURCES = (
 @cache
 def order_of_sums(engine: Path = ENGINE) -> str:
     """Return Triton's version, whose compiler orders the sums within a tile, and a digest of the code of SOURCES below
-    the folder `engine`. Where that could not be told from the order itself, too many workers are called unlike, not too
-    few: an equal name promises equal bits."""
-    import triton  # an extra
+    the folder `engine`. An equal name promises equal bits; a change of code that keeps the order makes workers unlike
+    needlessly, never the reverse."""
+    import triton  # an optional dependency
 
     digest = hashlib.sha256("".join(code_digest(engine / name) for name in SOURCES).encode()).hexdigest()
     return f"triton{triton.__version__}-{digest[:8]}"

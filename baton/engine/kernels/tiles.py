@@ -1,8 +1,8 @@
-"""Share code among the kernels: read and write rows of the pool in any stored form, round, and multiply.
+"""Code shared by the kernels: read and write rows of the pool in any stored form, round, and multiply.
 
 Triton's interpreter (3.6.0) multiplies bf16 matrices wrongly, truncates where a GPU rounds fp32 to bf16, and loses a
-carry where it rounds to fp8. INTERPRETED is the one switch for that: products are done in fp32 there, of operands that
-were rounded as a GPU rounds them.
+carry where it rounds to fp8. INTERPRETED is the one switch for that: products are then done in fp32, with operands
+rounded as a GPU rounds them.
 """
 
 import torch
@@ -18,14 +18,14 @@ if _INTERPRETED:
 
 INTERPRETED = tl.constexpr(_INTERPRETED)
 HALF_MAX = tl.constexpr(torch.finfo(torch.float16).max)
-ROUND = tl.constexpr(12582912.0)  # 1.5 * 2^23: added and taken away, it rounds half to even below 2^22
+ROUND = tl.constexpr(12582912.0)  # 1.5 * 2^23: adding and subtracting it rounds half to even below 2^22
 
 
 @triton.jit
 def load_rows(rows, scales, offsets, scale_offsets, seen, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
               FORM: tl.constexpr, DTYPE: tl.constexpr, MASKED: tl.constexpr):  # fmt: skip
-    """Rows of one token and head at element `offsets` [N], decoded as kv/stored_forms.py's `decode` does:
-    [N, BLOCK_D] in DTYPE, zero where not `seen` [N]; not MASKED: all are."""
+    """Load rows of one token and head at element `offsets` [N], decoded as by `decode` of kv/stored_forms.py: [N,
+    BLOCK_D] in DTYPE, zero where not `seen` [N]; without MASKED all are seen."""
     if FORM == "int4":
         halves = tl.arange(0, BLOCK_D // 2)
         mask = (halves < HEAD_DIM // 2)[None, :]
@@ -82,7 +82,7 @@ def store_row(rows, scales, low, high, even, HEAD_DIM: tl.constexpr, FORM: tl.co
 
 @triton.jit
 def _level(x, scale, MIN: tl.constexpr, MAX: tl.constexpr):
-    """x / scale, half to even, within [MIN, MAX]; 0 where the scale is."""
+    """Return x / scale, rounded half to even, within [MIN, MAX]; 0 if the scale is 0."""
     scale = scale.to(tl.float32)
     level = tl.where(scale == 0.0, 0.0, tl.div_rn(x, tl.where(scale == 0.0, 1.0, scale)))
     level = tl.maximum(tl.minimum(level, MAX), MIN)
@@ -91,7 +91,7 @@ def _level(x, scale, MIN: tl.constexpr, MAX: tl.constexpr):
 
 @triton.jit
 def dot(a, b, acc):
-    """acc + a @ b in fp32; fp32 operands are not cut to tf32."""
+    """Return acc + a @ b in fp32; fp32 operands are not cut to tf32."""
     if INTERPRETED:
         a, b = a.to(tl.float32), b.to(tl.float32)
     return tl.dot(a, b, acc, input_precision="ieee")
@@ -112,7 +112,8 @@ def narrow(x, DTYPE: tl.constexpr):
 
 @triton.jit
 def _on_grid(x, MANTISSA: tl.constexpr, MIN_EXPONENT: tl.constexpr):
-    """x rounded to a value with MANTISSA bits, of exponent MIN_EXPONENT or more: the cast that follows is exact."""
+    """Round x to a value with MANTISSA bits and an exponent of at least MIN_EXPONENT, so that the cast that follows is
+    exact."""
     exponent = tl.maximum(((x.to(tl.int32, bitcast=True) >> 23) & 255) - 127, MIN_EXPONENT)
     quantum = ((exponent - MANTISSA + 127) << 23).to(tl.float32, bitcast=True)
     return ((x / quantum + ROUND) - ROUND) * quantum

@@ -1,10 +1,10 @@
-"""Recurrences by chunks of a fixed number of tokens, as products of matrices: for prompts, where a token need not have
-the bits that it has in decode. Mamba-2 by arXiv 2405.21060, the gated delta rule by arXiv 2412.06464.
+"""Compute recurrences in chunks of a fixed number of tokens, as products of matrices: for prompts, if a token need not
+have the bits that it has in decode. Mamba-2 by arXiv 2405.21060, the gated delta rule by arXiv 2412.06464.
 
-A step's rows of a sequence that begin at a multiple of CHUNK go by whole chunks; the rest of them is folded behind
-that, token by token (folds.py). So the bits of a token do not depend on what else is in its step, nor on how a prompt
-was cut at multiples of CHUNK. Products are of tf32, which has more bits than the rows of bf16 that the inputs are made
-of. Decays are exponents of sums over the tokens between, never above 0.
+Rows of a sequence that begin at a multiple of CHUNK are computed in whole chunks; the rest of them is folded
+afterwards, token by token (folds.py). So a token's bits do not depend on what else is in its step, nor on how a prompt
+was divided at multiples of CHUNK. Products use tf32, which has more bits than the bf16 rows of which the inputs are
+made. Decays are exponentials of sums over the tokens between, never above 0.
 """
 
 import triton
@@ -16,7 +16,7 @@ from baton.engine.kernels.state.softplus import softplus
 
 @triton.jit
 def num_chunked(pending, total, kept, context, CHUNK: tl.constexpr):
-    """Return how many of a sequence's inputs go by chunks, the first ones."""
+    """Return how many of a sequence's inputs, from the first on, are computed in chunks."""
     goes = (pending == 0) & (kept == total) & (context % CHUNK == 0)
     return tl.where(goes, total // CHUNK * CHUNK, 0)
 
@@ -28,7 +28,7 @@ def _product(a, b):
 
 @triton.jit
 def _between(sums, MIN: tl.constexpr, CHUNK: tl.constexpr):
-    """What is left at token t of what token j has written, [t, j], where t - j >= MIN; else 0."""
+    """Return how much is left at token t of what token j wrote, [t, j], for t - j >= MIN, else 0."""
     tokens = tl.arange(0, CHUNK)
     behind = tokens[:, None] - tokens[None, :] >= MIN
     return tl.exp(tl.where(behind, sums[:, None] - sums[None, :], float("-inf")))
@@ -45,7 +45,7 @@ def scan_mamba2(
     last_state, state_stride, first_element, num_heads, heads_each, head_dim, state_size, width, inner, least_step, largest_step,
     EXTRA: tl.constexpr, CHUNK: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """As fold_mamba2, of whole chunks."""
+    """Scan whole chunks of Mamba-2; arguments as in fold_mamba2."""
     state, pending, total, kept, first_input, first_row, context = sequence(table, query_starts, kv_lens, EXTRA)
     if state < 0:
         return
@@ -92,9 +92,9 @@ def prepare_delta_net(
     inputs, step_bias, decay, solved, table, query_starts, kv_lens,
     num_heads, heads_each, num_keys, key_dim, width, EXTRA: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Of each chunk what its changes are made of: u = b (v - k state), where the state holds the changes before in the
-    chunk, is (1 + A)^-1 b (v - k state before), A below its diagonal. solved fp32 [T, heads, CHUNK]: (1 + A)^-1 b, a
-    row for each token. Grid (sequences, heads, chunks of the longest)."""
+    """Prepare the changes of each chunk: u = b (v - k state), with earlier changes of the chunk in the state, equals (1
+    + A)^-1 b (v - k state before), A below its diagonal. solved fp32 [T, heads, CHUNK]: (1 + A)^-1 b, a row for each
+    token. Grid (sequences, heads, chunks of the longest)."""
     state, pending, total, kept, first_input, first_row, context = sequence(table, query_starts, kv_lens, EXTRA)
     begin = tl.program_id(2) * CHUNK
     if state < 0:
@@ -123,7 +123,7 @@ def scan_delta_net(
     last_state, state_stride, first_element, num_heads, heads_each, num_keys, key_dim, value_dim, width, inner,
     EXTRA: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """As fold_delta_net, of whole chunks; solved as of prepare_delta_net."""
+    """Scan whole chunks of the gated delta rule; arguments as in fold_delta_net, and solved from prepare_delta_net."""
     state, pending, total, kept, first_input, first_row, context = sequence(table, query_starts, kv_lens, EXTRA)
     if state < 0:
         return

@@ -1,4 +1,5 @@
-"""Rows behind a recurrence: gated by SiLU, and normed in parts, before or behind that. A part is a program's own."""
+"""Finish rows after a recurrence: gate them by SiLU, and norm them in parts, before or after that. Each part has its
+own program."""
 
 import triton
 import triton.language as tl
@@ -11,9 +12,9 @@ def finish(
     y, rows, weight, out, row_stride, inner, size, eps,
     NORMED: tl.constexpr, NORM_FIRST: tl.constexpr, SHARED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """out [T, inner], in its dtype, of y fp32 [T, inner] and the gates at the beginning of projected rows. NORMED:
-    parts of `size` elements are RMS-normed, with `weight` fp32 [inner], or SHARED [size], of all parts; NORM_FIRST:
-    before they are gated. Grid (T, parts)."""
+    """Gate and norm y fp32 [T, inner] by the gates at the beginning of projected rows; put out [T, inner], in its
+    dtype. NORMED: parts of `size` elements are RMS-normed, with `weight` fp32 [inner], or with SHARED [size] for all
+    parts; NORM_FIRST: before they are gated. Grid (T, parts)."""
     row = tl.program_id(0).to(tl.int64)
     lanes = tl.arange(0, BLOCK)
     places = tl.program_id(1) * size + lanes

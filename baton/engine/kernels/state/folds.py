@@ -1,10 +1,10 @@
-"""Recurrences over whole sequences, one token after the other, in place in their state blocks: the same operations in
-the same order in prompts as in decode, so that a token has the same bits wherever a chunk begins. The torch twins are
+"""Compute recurrences over whole sequences, token by token, in place in their state blocks. Prompts and decode use the
+same operations in the same order, so a token has the same bits wherever a chunk begins. The torch twins are
 recurrent/mamba2.py, delta_net.py and mamba.py.
 
-A program holds some rows of one state in registers over all inputs of a sequence; what the next input brings is read
-while this one is folded. `inputs` and the table of sequences are those of inputs.py; y fp32 [T, inner]. CHUNK: what
-goes by whole chunks (chunks.py) is folded already; 0: nothing is.
+A program holds some rows of one state in registers over all inputs of a sequence; the next input is read while the
+current one is folded. `inputs` and the table of sequences are those of inputs.py; y fp32 [T, inner]. CHUNK: inputs in
+whole chunks (chunks.py) are folded already; 0: none are.
 """
 
 import triton
@@ -31,9 +31,9 @@ def fold_mamba2(
     last_state, state_stride, first_element, num_heads, heads_each, head_dim, state_size, width, inner, least_step, largest_step,
     EXTRA: tl.constexpr, CHUNK: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """state = state exp(dt A) + (dt x) B, y = state C + D x. Inputs are x, B and C of groups of `heads_each` heads, dt.
-    states: of this layer, fp32; a state [heads, head_dim, state_size] begins at `first_element` of a block. Grid
-    (sequences, heads, blocks of a head's rows)."""
+    """Fold Mamba-2: state = state exp(dt A) + (dt x) B, y = state C + D x. Inputs are x, B and C of groups of
+    `heads_each` heads, dt. states: of this layer, fp32; a state [heads, head_dim, state_size] begins at `first_element`
+    of a block. Grid (sequences, heads, blocks of a head's rows)."""
     state, pending, total, kept, first_input, first_row, context = sequence(table, query_starts, kv_lens, EXTRA)
     if state < 0:
         return
@@ -81,9 +81,10 @@ def fold_delta_net(
     last_state, state_stride, first_element, num_heads, heads_each, num_keys, key_dim, value_dim, width, inner,
     EXTRA: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """state = g state, state = state + k (b (v - k state)), y = q state. Inputs are q and k [num_keys] each, a head of
-    them for `heads_each` heads of values, v, then of each head how much it writes, of each its raw step. A state
-    [heads, key_dim, value_dim] begins at `first_element`. Grid (sequences, heads, blocks of a head's values)."""
+    """Fold the gated delta rule: state = g state, state = state + k (b (v - k state)), y = q state. Inputs are q and k
+    [num_keys] each, one head of them for `heads_each` heads of values, v, then how much each head writes, and each
+    head's raw step. A state [heads, key_dim, value_dim] begins at `first_element`. Grid (sequences, heads, blocks of a
+    head's values)."""
     state, pending, total, kept, first_input, first_row, context = sequence(table, query_starts, kv_lens, EXTRA)
     if state < 0:
         return
@@ -134,9 +135,9 @@ def fold_mamba(
     last_state, state_stride, first_element, state_size, inner,
     EXTRA: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """state = state exp(dt A) + (dt x) B, y = state C + D x, each channel by itself. Of every input x [inner], its raw
-    steps [inner], and what is written and read, fp32 [state_size]; decay fp32 [state_size, inner]. A state [state_size,
-    inner] begins at `first_element`. Grid (sequences, blocks of channels)."""
+    """Fold Mamba: state = state exp(dt A) + (dt x) B, y = state C + D x, each channel by itself. Every input has x
+    [inner], raw steps [inner], and what is written and read, fp32 [state_size]; decay fp32 [state_size, inner]. A state
+    [state_size, inner] begins at `first_element`. Grid (sequences, blocks of channels)."""
     state, pending, total, kept, first_input, first_row, context = sequence(table, query_starts, kv_lens, EXTRA)
     if state < 0:
         return

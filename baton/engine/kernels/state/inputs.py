@@ -1,11 +1,10 @@
-"""What goes into the recurrence of a layer with a state: rows behind the short convolution, and the scalars beside
-them.
+"""The inputs of the recurrence of a layer with a state: rows after the short convolution, and the scalars beside them.
 
-A sequence of a step is a row of the table int32 [S, STATE_FIELDS]: its state block, -1 where it is padding; the
-accepted proposals of the step before that are folded in first; the proposals at its end; and how many sequences at the
-end of the table are padding that repeats it. Its inputs are the pending proposals, out of `drafts`, then its rows; they
-have numbers from 0 on, and behind `kept` of them its state is kept. The recurrence's kernels (folds.py) read them as
-rows [inputs of a step, channels and scalars], those of sequence s from row query_starts[s] + s * EXTRA on.
+Each sequence of a step has a row in the table int32 [S, STATE_FIELDS]: its state block, -1 for padding; the accepted
+proposals of the last step, which are folded in first; the proposals at its end; and how many sequences at the end of
+the table are padding that repeats it. Its inputs are the pending proposals, from `drafts`, then its rows. They are
+numbered from 0, and the state is kept after `kept` of them. The recurrence's kernels (folds.py) read them as rows
+[inputs of a step, channels and scalars]; those of sequence s begin at row query_starts[s] + s * EXTRA.
 """
 
 import triton
@@ -16,8 +15,8 @@ STATE_FIELDS = tl.constexpr(4)
 
 @triton.jit
 def sequence(table, query_starts, kv_lens, EXTRA: tl.constexpr):
-    """Return of the program's sequence: its block, its pending proposals, its inputs, those that are kept, the row of
-    its first input, its first row of the step, and the tokens before that, which may be none."""
+    """Return for the program's sequence: its block, its pending proposals, its inputs, how many of them are kept, the
+    row of its first input, its first row in the step, and the tokens before that row, if any."""
     seq = tl.program_id(0)
     own = table + seq * STATE_FIELDS
     state, pending, drafts = tl.load(own), tl.load(own + 1), tl.load(own + 2)
@@ -31,8 +30,8 @@ def sequence(table, query_starts, kv_lens, EXTRA: tl.constexpr):
 @triton.jit
 def _inputs(rows, drafts, tail, index, places, mask, pending, num_channels, row_stride, draft_stride, context,
             TAPS: tl.constexpr, DRAFTS: tl.constexpr):  # fmt: skip
-    """Inputs `index` [N, 1], from -(TAPS - 1) on, at `places` [1, M], fp32 [N, M]: those below 0 out of the tail,
-    pending ones out of drafts, others out of rows."""
+    """Load inputs `index` [N, 1], from -(TAPS - 1) on, at `places` [1, M], fp32 [N, M]: those below 0 from the tail,
+    pending ones from drafts, others from rows."""
     known = mask & (index >= pending)
     found = tl.load(rows + (index - pending).to(tl.int64) * row_stride + places, mask=known, other=0.0).to(tl.float32)
     before = mask & (index < 0) & (places < num_channels) & (context > 0)
@@ -52,13 +51,13 @@ def convolve(
     TAPS: tl.constexpr, EXTRA: tl.constexpr, NUM_NORMED: tl.constexpr, NORM_SIZE: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Inputs of a recurrence: channels [first, first + num_channels) of projected rows behind the convolution and SiLU,
-    the scalars behind them as they are, fp32. Tails are moved on, and inputs of proposals kept in `drafts`.
+    """Compute inputs of a recurrence, fp32: channels [first, first + num_channels) of projected rows after convolution
+    and SiLU, and the scalars after them unchanged. Tails are moved on, and inputs of proposals are kept in `drafts`.
 
     weight fp32 [TAPS, num_channels], oldest tap first; states and drafts: of this layer, fp32, block `last_state`
     first; drafts [.., .., channels and scalars]; out as the module says. The first NUM_NORMED parts of NORM_SIZE
-    channels are brought to length one, their first half times `query_scale` as well. EXTRA 0: nobody proposes. Grid
-    (sequences, parts).
+    channels are normed to length one, and their first half is also multiplied by `query_scale`. EXTRA 0: there are no
+    proposals. Grid (sequences, parts).
     """
     state, pending, total, kept, first_input, first_row, context = sequence(table, query_starts, kv_lens, EXTRA)
     if state < 0:
@@ -98,7 +97,7 @@ def convolve(
             if part * 2 < NUM_NORMED:
                 row = row * query_scale
         tl.store(out + (first_input + index) * width + places, row, mask=taken)
-    tl.debug_barrier()  # other threads have read the tail and the drafts that are written now
+    tl.debug_barrier()  # other threads have read the tail and the drafts, which are written now
     for tap in tl.static_range(TAPS - 1):
         index = tl.full([1, 1], tap - (TAPS - 1), tl.int32) + kept
         moved = _inputs(own_rows, own_drafts, tail, index, places, convolved, pending, num_channels, row_stride, width,

@@ -1,4 +1,4 @@
-"""What the steps of all recurrences are made by."""
+"""The softplus function, which makes the steps of all recurrences."""
 
 import triton
 import triton.language as tl
@@ -6,8 +6,8 @@ import triton.language as tl
 
 @triton.jit
 def softplus(x):
-    """log(1 + exp(x)) to the last places: log1p(e) = 2 atanh(e / (2 + e)) by its series, e = exp(-|x|) <= 1. The ninth
-    term is below 2e-9 of the first."""
+    """Return log(1 + exp(x)) to the last places: log1p(e) = 2 atanh(e / (2 + e)) by its series, e = exp(-|x|) <= 1. The
+    ninth term is below 2e-9 of the first."""
     e = tl.exp(-tl.abs(x))
     z = e / (2.0 + e)
     z2 = z * z
