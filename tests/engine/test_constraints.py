@@ -116,7 +116,7 @@ def check_kept(requests, records) -> int:
 def test_several_steps_in_a_call_are_those_by_themselves(folders, monkeypatch, dtype, speculator):
     """The mask behind each token is found within the call, which ends where a grammar does."""
     monkeypatch.setattr(multi_step, "BUDGET_NS", 10**15)
-    monkeypatch.setattr(controller, "FIRST_INTERVAL", controller.NEVER)
+    monkeypatch.setattr(controller, "FIRST_PLAIN_INTERVAL", controller.NEVER)
     several, single = (load(folders[0], dtype=dtype, **speculator) for _ in range(2))
     single._multi_step, calls, by_call = None, several._multi_step._run, []
     monkeypatch.setattr(several._multi_step, "_run", lambda *each: by_call.append(calls(*each)) or by_call[-1])
@@ -139,7 +139,7 @@ def test_several_steps_in_a_call_are_those_by_themselves(folders, monkeypatch, d
 def test_others_keep_their_rows_where_a_mask_cuts_proposals(tmp_path, monkeypatch):
     """Nothing may follow the last proposal, and no stop token ends the answer; the rows behind it are of adapters and
     of none."""
-    monkeypatch.setattr(controller, "FIRST_INTERVAL", controller.NEVER)
+    monkeypatch.setattr(controller, "FIRST_PLAIN_INTERVAL", controller.NEVER)
     model = make_folder(tmp_path / "base", "llama3", hidden_size=64)
     (tmp_path / "base" / "tokenizer.json").write_bytes(TOKENIZER_JSON)
     make_adapter(tmp_path / "a", model, ["q_proj", "down_proj"])

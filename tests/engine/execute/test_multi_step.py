@@ -99,7 +99,7 @@ def speculating(folder):
     plain one: single steps and calls of several have other ones to measure."""
     options = dict(speculator="ngram", num_draft_tokens=4)
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(controller, "FIRST_INTERVAL", controller.NEVER)
+        patched.setattr(controller, "FIRST_PLAIN_INTERVAL", controller.NEVER)
         yield {
             dtype: (load(folder, dtype=dtype, **options), load(folder, True, dtype=dtype, **options))
             for dtype in ("fp32", "bf16")

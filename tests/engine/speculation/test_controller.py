@@ -6,11 +6,12 @@ import random
 import pytest
 
 from baton.engine.speculation.control.acceptance import AcceptanceRate
-from baton.engine.speculation.control.controller import GAIN, Controller, Refill, limit_of
+from baton.engine.speculation.control.controller import MIN_GAIN, Controller, Refill, limit_of
+from baton.engine.speculation.control.draft_plan import DraftCandidates, StepOutcome
 from baton.engine.speculation.control.proposer_state import (
     FIRST_ALLOWANCE,
+    MAX_QUICK_INTERVAL,
     PROBE_INTERVAL,
-    VAIN_INTERVAL,
     ProposerState,
 )
 
@@ -37,7 +38,7 @@ class World:
         widths, adaptive = [0] * num_seqs, []
         controller.begin(num_seqs)
         if not controller.wants_plain(num_seqs) and not controller.is_resting("draft", num_seqs):
-            widths, adaptive = controller.widths("draft", num_seqs, self.own, [16] * num_seqs), ["draft"]
+            widths, adaptive = controller.widths(DraftCandidates("draft", self.own, [16] * num_seqs)), ["draft"]
         self.widths.append(widths)
         proposed, draft_s, made = sum(widths), 0.0, 0
         noise = self.chance.uniform(0.97, 1.03) * (8.0 if self.chance.random() < 0.01 else 1.0)
@@ -57,7 +58,7 @@ class World:
             self.made[index] += 1 + accepted
             if width:
                 controller.note_accepted("draft", own, width, accepted)
-        controller.note_step(made, proposed, step_s, draft_s, adaptive, last="draft")
+        controller.note_step(StepOutcome(made, proposed, step_s, draft_s, adaptive, last="draft"))
         self.tokens += made
 
     @property
@@ -79,7 +80,9 @@ class World:
         self.controller.begin(self.num_seqs)
         rates, limits = self.acceptances, [16] * self.num_seqs
         p_all_accepted = math.prod(rates)
-        return self.controller._best_width("draft", rates, p_all_accepted, limits, self.plain, False, 0.0, num_left)
+        return self.controller._best_width(
+            DraftCandidates("draft", [], limits, False, 0.0, num_left=num_left), rates, p_all_accepted, self.plain
+        )
 
     def best(self) -> float:
         def speed(width):
@@ -205,11 +208,11 @@ def test_what_is_to_be_read_first_is_part_of_the_price():
     world.run(600)
     controller = world.controller
     controller.begin(1)
-    (width,) = controller.widths("draft", 1, world.own, [16])
+    (width,) = controller.widths(DraftCandidates("draft", world.own, [16]))
     controller.costs.add_read("draft", 100, 100.0)  # a plain step for each token
     assert width > 1
-    assert controller.widths("draft", 1, world.own, [16], num_reads=0.1)[0] > 1
-    assert controller._best_width("draft", [0.9], 0.9, [16], 1.0, False, 2.0, 1) == 0
+    assert controller.widths(DraftCandidates("draft", world.own, [16], num_reads=0.1))[0] > 1
+    assert controller._best_width(DraftCandidates("draft", [], [16], False, 2.0, num_left=1), [0.9], 0.9, 1.0) == 0
 
 
 def test_widths_grow_step_by_step():
@@ -218,14 +221,14 @@ def test_widths_grow_step_by_step():
     own = AcceptanceRate()
     for _ in range(60):
         controller.begin(1)
-        widths = [0] if controller.wants_plain(1) else controller.widths("draft", 1, [own], [16])
+        widths = [0] if controller.wants_plain(1) else controller.widths(DraftCandidates("draft", [own], [16]))
         if widths[0]:
             assert widths[0] <= max(4, 2 * widest)
             widest = max(widest, widths[0])
             controller.costs.add_draft("draft", 1, widths[0], 0.01)
             controller.note_accepted("draft", own, widths[0], widths[0])
         controller.note_step(
-            1 + widths[0], widths[0], 1.0 + 0.01 * widths[0], 0.01, ["draft"] * any(widths), last="draft"
+            StepOutcome(1 + widths[0], widths[0], 1.0 + 0.01 * widths[0], 0.01, ["draft"] * any(widths), last="draft")
         )
     assert widest == 16
 
@@ -251,8 +254,8 @@ def test_looking_in_vain_is_rare():
         if not controller.wants_plain(1) and not controller.is_resting("ngram", 1):
             looks += 1
             controller.note_nothing_proposed("ngram")
-        controller.note_step(1, 0, 1.0, 0.05, [])
-    assert 4000 / VAIN_INTERVAL - 2 < looks < 4000 / VAIN_INTERVAL + 16
+        controller.note_step(StepOutcome(1, 0, 1.0, 0.05, []))
+    assert 4000 / MAX_QUICK_INTERVAL - 2 < looks < 4000 / MAX_QUICK_INTERVAL + 16
 
 
 @pytest.mark.parametrize(("gain", "at_most"), [(0.4, 160), (40.0, 700)])
@@ -272,7 +275,7 @@ def test_looks_are_rare_unless_they_gain_more_than_they_take(gain, at_most):
             else:
                 controller.note_nothing_proposed("ngram")
                 controller.note_look(["ngram"], 0.25)
-        controller.note_step(4, 0, 1.0, 0.0, [])
+        controller.note_step(StepOutcome(4, 0, 1.0, 0.0, []))
     assert at_most / 4 < looks < at_most
 
 
@@ -312,9 +315,7 @@ class ShortBatch:
             num_steps, step_s = min(8, controller.num_plain_steps(["ngram"], num_seqs, False)), 1.0
             num_steps = max(1, min(num_steps, *(self.left[index] for index in alive)))
             controller.note_look(["ngram"] * looks, draft_s)
-        controller.note_step(
-            sum(made), sum(widths), step_s, draft_s, ["ngram"] * any(widths), num_steps, last="ngram", least_made=min(made)
-        )  # fmt: skip
+        controller.note_step(StepOutcome(sum(made), sum(widths), step_s, draft_s, ["ngram"] * any(widths), num_steps, last="ngram", least_made=min(made)))  # fmt: skip
         for index, count in zip(alive, made, strict=True):
             self.left[index] = max(0, self.left[index] - count * num_steps)
         return step_s * num_steps + draft_s + 0.6 * (num_steps < 8)  # a call that is cut in two takes more
@@ -325,7 +326,7 @@ class ShortBatch:
             self.controller.note_nothing_proposed("ngram")
             return [0] * len(alive)
         own, limits = [self.own[index] for index in alive], [min(16, self.left[index] - 1) for index in alive]
-        return self.controller.widths("ngram", len(alive), own, limits, True, num_left=max(self.left))
+        return self.controller.widths(DraftCandidates("ngram", own, limits, True, num_left=max(self.left)))
 
     def judge(self, index: int, width: int) -> int:
         accepted = 0
@@ -341,7 +342,8 @@ def test_one_alone_waits_for_no_other():
     world.run(600)
     world.controller.begin(1)
     hopeful, doubtful = (
-        world.controller._best_width("draft", [0.9], each, [16], 1.0, False, 0.0, 1) for each in (0.9, 0.5)
+        world.controller._best_width(DraftCandidates("draft", [], [16], False, 0.0, num_left=1), [0.9], each, 1.0)
+        for each in (0.9, 0.5)
     )
     assert hopeful == doubtful > 4
 
@@ -361,12 +363,14 @@ def test_what_no_try_can_be_paid_for_is_seldom_looked_at():
         controller.begin(1)
         widths = [0]
         if not controller.wants_plain(1) and not controller.is_resting("heads", 1):
-            widths = controller.widths("heads", 1, [own], [16])
+            widths = controller.widths(DraftCandidates("heads", [own], [16]))
             looks += not any(widths)
         if any(widths):
             controller.costs.add_draft("heads", 1, widths[0], 1.0)
             controller.note_accepted("heads", own, widths[0], 0)
-        controller.note_step(1, widths[0], 1.0 + 0.5 * any(widths), 1.0 * any(widths), ["heads"], last="heads")
+        controller.note_step(
+            StepOutcome(1, widths[0], 1.0 + 0.5 * any(widths), 1.0 * any(widths), ["heads"], last="heads")
+        )
     assert 6000 / 128 / 2 < looks < 6000 / 64
 
 
@@ -380,7 +384,7 @@ def test_a_try_begins_once_what_is_to_be_read_first_is_paid_too():
     for allowance, num_unread, width in ((3.0, 0, True), (3.0, 100, False), (9.0, 100, True)):
         controller.begin(1)
         state.allowance, state.earned_at = allowance, controller.step
-        assert any(controller.widths("draft", 1, world.own, [16], num_unread=[num_unread])) is width
+        assert any(controller.widths(DraftCandidates("draft", world.own, [16], num_unread=[num_unread]))) is width
         state.stop()
 
 
@@ -394,7 +398,7 @@ def test_a_long_prompt_keeps_no_other_from_a_try_and_is_tried_itself(num_unread,
     state.stop()
     controller.begin(1)
     state.allowance, state.earned_at = allowance, controller.step
-    asked = controller.widths("draft", 1, [*world.own, AcceptanceRate()], [16, 16], num_unread=num_unread)
+    asked = controller.widths(DraftCandidates("draft", [*world.own, AcceptanceRate()], [16, 16], num_unread=num_unread))
     assert [width > 0 for width in asked] == [False, True]
 
 
@@ -408,12 +412,12 @@ def test_it_learns_what_verifying_costs_though_it_has_long_looked_in_vain():
                 controller.note_nothing_proposed("ngram")
             else:
                 controller.costs.add_draft("ngram", 1, 8, 0.01)
-                widths = controller.widths("ngram", 1, [own], [8], True)
+                widths = controller.widths(DraftCandidates("ngram", [own], [8], True))
         if widths[0]:
             controller.note_accepted("ngram", own, widths[0], widths[0])
             on += step >= 2200
         controller.note_step(
-            1 + widths[0], widths[0], 1.0 + 0.1 * widths[0], 0.01, ["ngram"] * any(widths), last="ngram"
+            StepOutcome(1 + widths[0], widths[0], 1.0 + 0.1 * widths[0], 0.01, ["ngram"] * any(widths), last="ngram")
         )
     assert on > 700
 
@@ -426,9 +430,9 @@ def test_steps_of_a_dear_proposer_make_no_other_dear():
         widths, last, draft_s = [0], "", 0.0
         if not controller.wants_plain(1):
             if step >= 600 and not controller.is_resting("ngram", 1):
-                widths, last = controller.widths("ngram", 1, [guesses], [8], True), "ngram"
+                widths, last = controller.widths(DraftCandidates("ngram", [guesses], [8], True)), "ngram"
             if not any(widths) and not controller.is_resting("heads", 1):
-                widths, last = controller.widths("heads", 1, [heads], [4]), "heads"
+                widths, last = controller.widths(DraftCandidates("heads", [heads], [4])), "heads"
                 if any(widths):
                     draft_s = 0.5
                     controller.costs.add_draft("heads", 1, widths[0], draft_s)
@@ -436,7 +440,9 @@ def test_steps_of_a_dear_proposer_make_no_other_dear():
             controller.note_accepted(last, guesses if last == "ngram" else heads, widths[0], widths[0])
             on += step >= 700 and last == "ngram"
         step_s = 1.0 + (3.0 if last == "heads" else 0.1) * any(widths)
-        controller.note_step(1 + widths[0], widths[0], step_s, draft_s, [last] if any(widths) else [], last=last)
+        controller.note_step(
+            StepOutcome(1 + widths[0], widths[0], step_s, draft_s, [last] if any(widths) else [], last=last)
+        )
     assert on > 450
 
 
@@ -454,7 +460,7 @@ def test_calls_of_a_cold_engine_do_not_say_what_plain_steps_take():
     controller, known = Controller(), []
     for step_s in (2.0, 2.0, 1.0, 1.0, 1.0):
         controller.begin(1)
-        controller.note_step(1, 0, step_s, 0.0, (), num_steps=8)
+        controller.note_step(StepOutcome(1, 0, step_s, 0.0, (), num_steps=8))
         known.append(controller.costs.plain_s(1))
     assert known == [None, None, None, None, 1.0]
 
@@ -465,11 +471,11 @@ def test_plain_steps_that_were_slow_at_first_are_measured_again():
     for step in range(400):
         controller.begin(1)
         if controller.wants_plain(1):
-            controller.note_step(1, 0, 3.0 if step < 20 else 1.0, 0.0, ())
+            controller.note_step(StepOutcome(1, 0, 3.0 if step < 20 else 1.0, 0.0, ()))
         elif step % 10 == 0:
-            controller.note_step(1, 0, 9.0, 0.0, (), is_plain=False)
+            controller.note_step(StepOutcome(1, 0, 9.0, 0.0, (), is_plain=False))
         else:
-            controller.note_step(3, 2, 1.5, 0.0, ["ngram"], last="ngram")
+            controller.note_step(StepOutcome(3, 2, 1.5, 0.0, ["ngram"], last="ngram"))
     assert controller.costs.plain_s(1) == 1.0
     assert controller.costs.extra_s("ngram", 1, 2) == pytest.approx(0.5), "nor is it told from the slow ones"
 
@@ -485,10 +491,10 @@ def test_a_run_of_plain_steps_is_one_measurement(steps_a_call):
             runs += [num_verifying] if num_verifying else []
             num_verifying = 0
             num_steps = min(steps_a_call, controller.num_plain_steps(["draft"], 1, has_fixed=True))
-            controller.note_step(1, 0, 1.0, 0.0, [], num_steps)
+            controller.note_step(StepOutcome(1, 0, 1.0, 0.0, [], num_steps))
         else:
             num_verifying += 1
-            controller.note_step(5, 4, 1.2, 0.0, [], last="draft")
+            controller.note_step(StepOutcome(5, 4, 1.2, 0.0, [], last="draft"))
     assert runs == [16, 32, 64, 128, 256]
 
 
@@ -497,4 +503,4 @@ def test_a_draft_is_bounded_by_what_is_left_and_by_the_budget():
     assert limit_of(num_left=5, budget=50) == 4
     assert limit_of(num_left=99, budget=7) == 7
     assert limit_of(num_left=99, budget=99) == 16
-    assert GAIN > 1
+    assert MIN_GAIN > 1

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from baton.engine.core.request import FinishReason, Refusal, Speculation
-from baton.engine.speculation.control.controller import COLD, PLAIN_RUN
+from baton.engine.speculation.control.controller import NUM_COLD_STEPS, PLAIN_RUN
 from tests.engine.schedule.test_scheduling import check, prompt
 from tests.support.engine.forced import ForcedProposer
 from tests.support.engine.toys import VOCAB, Collector, make_request, run, toy_answer, toy_engine
@@ -202,7 +202,7 @@ def test_the_speedup_is_that_of_the_clock(monkeypatch):
     engine.runner.run, proposer.propose = stepping, proposing
     report = run(engine, [request])[request.key].ended.report
     num_plain = report.num_steps - report.num_drafts
-    assert 1 <= num_plain <= 2 * (COLD + PLAIN_RUN) and report.num_accepted_tokens > 300
+    assert 1 <= num_plain <= 2 * (NUM_COLD_STEPS + PLAIN_RUN) and report.num_accepted_tokens > 300
     num_tokens = report.num_steps + report.num_accepted_tokens
     assert report.decode_s == pytest.approx(num_plain + 1.75 * report.num_drafts)
     assert report.speedup == pytest.approx(num_tokens / report.decode_s, rel=1e-6) and report.speedup > 2

@@ -4,8 +4,12 @@ import math
 
 ACCEPT_FORGET, LATELY_FORGET = 0.96, 0.995
 PRIOR_TRIALS = 2.0  # the weight of the proposer's recent rate against the sequence's own
-HOPE = 0.2  # times 1 / sqrt(trials), the bonus for few trials; their standard deviation is at most 0.5 / sqrt(trials)
-FADE = 0.995  # per step in which other sequences are asked and this one is not, so that it is asked again some day
+FEW_TRIALS_BONUS = (
+    0.2  # times 1 / sqrt(trials), the bonus for few trials; their standard deviation is at most 0.5 / sqrt(trials)
+)
+UNASKED_FADE = (
+    0.995  # per step in which other sequences are asked and this one is not, so that it is asked again some day
+)
 
 
 class AcceptanceRate:
@@ -23,13 +27,13 @@ class AcceptanceRate:
 
     def fade(self) -> None:
         """Forget a little of what was counted, since the sequence was not asked in this step."""
-        self.accepted *= FADE
-        self.trials *= FADE
+        self.accepted *= UNASKED_FADE
+        self.trials *= UNASKED_FADE
 
     def rate(self, prior: float) -> float:
         """Return the estimated rate with a bonus for few trials: a proposer rated too high is tried and corrected, one
         rated too low is never tried."""
-        return min(1.0, self.mean(prior) + HOPE / math.sqrt(self.trials + PRIOR_TRIALS))
+        return min(1.0, self.mean(prior) + FEW_TRIALS_BONUS / math.sqrt(self.trials + PRIOR_TRIALS))
 
     def mean(self, prior: float) -> float:
         """Return the estimated rate without the bonus, which would add up over many sequences."""

@@ -1,49 +1,52 @@
 """Decide how many tokens are proposed for each sequence: expected gain against cost, both measured.
 
-    brings   a proposal at position j of a sequence is right with about a^j, where a is the sequence's own acceptance,
-             forgetting; a sequence that is new begins with what its proposer had lately
-    costs    seconds of a plain step, of a verifying step beyond it by its proposals and proposer, of a draft by its
-             width: each measured by this engine from its own steps, by the number of sequences (powers of two), see
-             costs.py; plain steps again and again, soon at first: an engine that begins cold takes three times as long
-    trust    what steps with a proposer took against what was predicted of them, by its name and the batch: what the
-             costs leave out (prompts that a draft reads, hidden states that are kept) ends in this factor
-    worth    tokens that all sequences gain save whole steps. What one gains beyond the one that gains least only
-             frees its place earlier: that counts as far as places are filled again, see Refill
-    looks    one for what costs next to nothing follows soon on another as long as they gain more than they take
+    gain         a proposal at position j of a sequence is right with about a^j, where a is the sequence's own recent
+                 acceptance rate; a new sequence begins with its proposer's recent rate
+    cost         seconds of a plain step, of a verifying step beyond a plain one (by proposals and proposer), and of a
+                 draft by its width, measured by this engine from its own steps for each number of sequences (in powers
+                 of two), see costs.py. Plain steps are measured again and again, soon at first: a cold engine takes
+                 three times as long
+    correction   actual over predicted time of steps with a proposer, for each batch size. It covers what the costs
+                 leave out: prompts that a draft reads, hidden states that are kept
+    worth        tokens that all sequences gain save whole steps. What one gains beyond the slowest only frees its place
+                 earlier, which counts as far as places are filled again, see Refill
+    looks        a quick proposer is asked again soon, as long as such looks gain more than they take
 
-Per step the width is chosen that is worth most per second, and none where that is not GAIN times plain (DRAFT_GAIN
-where it is to be drafted). What is off is looked at again every LOOK_INTERVAL steps, and tried out of an allowance that
-grows with the time of plain steps, see proposer_state.py. Of what costs next to nothing the guesses are judged by what
-came, verified or not. So leaving it on costs little more than ALLOWANCE, whatever the text and the load.
+For each step the width with the most tokens per second is chosen, or none if that is not MIN_GAIN times plain decoding
+(MIN_DRAFT_GAIN if the tokens have to be drafted). A proposer that is off is looked at again every LOOK_INTERVAL steps,
+and tried out of an allowance that grows with the time of plain steps, see proposer_state.py. Guesses of a quick
+proposer are judged by the tokens that came, verified or not. So speculation that does not pay costs little more than
+ALLOWANCE, whatever the text and the load.
 """
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate, repeat
 from operator import mul
 
 from baton.engine.speculation.control.acceptance import LATELY_FORGET, AcceptanceRate
 from baton.engine.speculation.control.costs import Costs
+from baton.engine.speculation.control.draft_plan import DraftCandidates, DraftPlan, StepOutcome
 from baton.engine.speculation.control.proposer_state import FIRST_ALLOWANCE, SMALL_BATCH, ProposerState
 from baton.protocol import MAX_DRAFT_TOKENS
 
-GAIN = 1.03  # below it a predicted gain may be noise
-DRAFT_GAIN = 1.1  # the same where proposals have to be drafted: more is guessed, and more is lost by a wrong guess
+MIN_GAIN = 1.03  # a smaller predicted gain may be noise
+MIN_DRAFT_GAIN = 1.1  # the same for tokens that have to be drafted: more is estimated, and a wrong estimate costs more
 PRIOR_ACCEPTANCE = 0.6
-# wider drafts looked at beyond the best one; where one of 8 sequences gains, the first width that pays may be the
-# fourth
+# Wider drafts tried beyond the best so far: if one of 8 sequences gains, the first width that pays may be the fourth.
 PATIENCE = 3
-READY_DRAFT_FACTOR = 4  # times as wide where the proposals are there anyway
-TRY_STEPS = 6  # what follows hidden states guesses badly while it has seen few
-DEAREST_READ = 0.75 * FIRST_ALLOWANCE  # plain steps that a try counts for reading, as no more is ever saved up
-DECIDED_FOR = 4  # steps of a batch: for 64 sequences the width takes 0.1 to 0.2 ms to choose
-FIRST_INTERVAL = 16  # verifying steps after which plain ones are measured again: ever more, a cold engine's mislead
-PLAIN_INTERVAL = 256  # the most of them
-PLAIN_RUN = 6  # running, behind COLD ones
-COLD = 2  # plain steps that are not measured: after a draft the demo model's take 1.23, 1.10, 1.03 times as long
-PLAIN_SAMPLE = 32  # where all are plain one of this many is measured
-NEVER = 1 << 30  # steps: nobody is to be asked
+READY_DRAFT_FACTOR = 4  # a try is so many times as wide if the proposals exist already
+TRY_STEPS = 6  # a proposer that follows hidden states guesses badly until it has seen several
+MAX_READ_STEPS = 0.75 * FIRST_ALLOWANCE  # plain steps that a try counts for reading, since no more is ever saved up
+DECISION_STEPS = 4  # steps for which a batch keeps its width: choosing it takes 0.1 to 0.2 ms for 64 sequences
+# Verifying steps between two measurements of plain steps: few at first, since those of a cold engine mislead.
+FIRST_PLAIN_INTERVAL, MAX_PLAIN_INTERVAL = 16, 256
+PLAIN_RUN = 6  # consecutive plain steps of a measurement, the first NUM_COLD_STEPS of which are not timed
+# After a draft the demo model's plain steps take 1.23, 1.10, 1.03 times as long.
+NUM_COLD_STEPS = 2
+PLAIN_SAMPLE = 32  # while all steps are plain, one of this many is timed
+NEVER = 1 << 30  # steps, if no proposer is to be asked
 EXCESS_STEP = 0.03
 REFILL_FORGET = 0.9
 
@@ -87,26 +90,6 @@ class Refill:
             self.vacant = 0
 
 
-class DraftPlan:
-    """Predict the time and the tokens of a step, to which one proposer after the other adds its part."""
-
-    __slots__ = ("num_seqs", "tokens", "num_proposals", "draft_s", "last", "is_known")
-
-    def __init__(self, num_seqs: int):
-        self.num_seqs = num_seqs
-        self.tokens: list[float] = []  # expected, for each sequence that has proposals
-        self.num_proposals = 0
-        self.draft_s = 0.0
-        self.last = ""  # the last proposer whose proposals are in the step
-        self.is_known = True  # whether the time can be predicted
-
-    def others(self, num: int) -> tuple[float, float]:
-        """Return (sum, least) of the expected tokens of all sequences but the `num` that are being planned."""
-        num_plain = self.num_seqs - num - len(self.tokens)
-        least = 1.0 if num_plain else min(self.tokens, default=math.inf)
-        return num_plain + sum(self.tokens), least
-
-
 class Controller:
     """Decide the widths of an engine's proposals. One per engine; used by the loop's thread alone."""
 
@@ -123,7 +106,7 @@ class Controller:
         self._timed_at = 0  # the last step that was timed
         # Verifying steps since the last timed plain step, by the batch size in powers of two.
         self._since_plain = Counter[int]()
-        self._plain_intervals = defaultdict[int, int](lambda: FIRST_INTERVAL)
+        self._plain_intervals = defaultdict[int, int](lambda: FIRST_PLAIN_INTERVAL)
         self._num_plain = 0  # plain steps since the last verifying one
         self._plain_left = 0  # plain steps still to run in the current measurement
 
@@ -159,7 +142,7 @@ class Controller:
         """Return how many steps pass before one of these proposers is asked, the planned step included. `has_fixed`:
         each is asked in every step except those that are measured as plain ones."""
         if self._plain_left > 0:
-            return COLD - self._num_plain if self._num_plain < COLD else self._plain_left
+            return NUM_COLD_STEPS - self._num_plain if self._num_plain < NUM_COLD_STEPS else self._plain_left
         resting = (
             1 if has_fixed else self._states[name].num_resting(self.step, num_seqs, self.steps_a_call) for name in names
         )
@@ -175,48 +158,37 @@ class Controller:
         """Record that a quick proposer, asked before its width is decided, proposed nothing."""
         self._states[name].rest(self.step, self.plan.num_seqs, True)
 
-    def widths(
-        self, name: str, num_seqs: int, own: Sequence[AcceptanceRate], limits: Sequence[int], has_drafts: bool = False,
-        num_reads: float = 0.0, num_unread: Sequence[int] = (), num_left: int = 1,
-    ) -> list[int]:  # fmt: skip
-        """Return how many tokens to ask for, for each sequence that may speculate among the `num_seqs` of the step.
-        `own`: their acceptance; `limits`: their room for tokens; `has_drafts`: the proposals exist already and cost no
-        further time; `num_reads`: tokens the proposer must read first, per token that the sequences are expected to
-        make; `num_unread`: such tokens of each sequence, empty for none; `num_left`: tokens expected of the longest
-        sequence."""
+    def widths(self, candidates: DraftCandidates) -> list[int]:
+        """Return how many tokens to ask for, for each of the candidates of the step that is being planned."""
+        own, num_seqs = candidates.acceptance, self.plan.num_seqs
         plain_s = self.costs.plain_s(num_seqs)
         if plain_s is None or not own:
             return [0] * len(own)
-        state, prior = self._states[name], self.prior(name)
+        state, prior = self._states[candidates.name], self.prior(candidates.name)
         rates = [acceptance.rate(prior) for acceptance in own]
-        if num_seqs <= SMALL_BATCH or not 0 <= self.step - state.decided_at < DECIDED_FOR:
+        if num_seqs <= SMALL_BATCH or not 0 <= self.step - state.decided_at < DECISION_STEPS:
             p_all_accepted = math.prod(acceptance.mean(prior) for acceptance in own)
-            state.best = self._best_width(name, rates, p_all_accepted, limits, plain_s, has_drafts, num_reads, num_left)
+            state.best = self._best_width(candidates, rates, p_all_accepted, plain_s)
             state.decided_at = self.step
         if state.best:
             best = state.choose_width()
-            floor = self._floor(name, plain_s)
-            widths = [_deepest(rate, min(best, limit), floor) for rate, limit in zip(rates, limits, strict=True)]
+            floor = self._floor(candidates.name, plain_s)
+            widths = [
+                _deepest(rate, min(best, limit), floor) for rate, limit in zip(rates, candidates.limits, strict=True)
+            ]
             for acceptance, width in zip(own, widths, strict=True):
                 if width == 0:
                     acceptance.fade()
         else:
-            read = self.costs.read_s(name) / plain_s
-            reads = [min(read * num, DEAREST_READ) for num in num_unread] or [0.0] * len(own)
-            widths = self._try(name, state, own, limits, plain_s, has_drafts, reads)
-            state.rest(self.step, num_seqs, has_drafts)
-        self._predict(name, rates, widths, has_drafts)
+            widths = self._try(candidates, state, plain_s)
+            state.rest(self.step, num_seqs, candidates.has_drafts)
+        self._predict(candidates, rates, widths)
         return widths
 
-    def note_step(
-        self, num_made: int, num_proposed: int, step_s: float, draft_s: float, adaptive: Iterable[str], num_steps: int = 1,
-        is_plain: bool = True, last: str = "", least_made: int = 1,
-    ) -> None:  # fmt: skip
-        """Record the planned step, which only decoded: `num_made` tokens in `step_s`, the time of drafting excluded.
-        `num_steps`: without proposals, so many steps passed, each with as many tokens in as much time; `is_plain`: it
-        ran as plain steps do; `last`: the last proposer whose proposals it verified; `least_made`: tokens of the
-        sequence with the fewest."""
+    def note_step(self, outcome: StepOutcome) -> None:
+        """Record how the planned step went."""
         num_seqs, plan = self.plan.num_seqs, self.plan
+        num_made, num_proposed, step_s, draft_s, adaptive, num_steps, is_plain, last, least_made = outcome
         self._timed_at = self.step
         plain_s = self.costs.plain_s(num_seqs)
         if num_proposed:
@@ -226,7 +198,7 @@ class Controller:
             self.note_plain_steps(num_steps)
         if num_proposed:
             self.costs.add_verified(last, num_seqs, num_proposed, step_s)
-        elif is_plain and self._num_plain - num_steps >= COLD:
+        elif is_plain and self._num_plain - num_steps >= NUM_COLD_STEPS:
             # A call counts as one measurement until there are enough: the first ones, of a cold engine, take twice as
             # long.
             self.costs.add_plain(num_seqs, step_s, 1 if plain_s is None else num_steps)
@@ -249,7 +221,7 @@ class Controller:
     def _note_plain_measured(self, bucket: int) -> None:
         if self._since_plain[bucket]:  # this is the first step of a run
             self._since_plain[bucket] = 0
-            self._plain_intervals[bucket] = min(2 * self._plain_intervals[bucket], PLAIN_INTERVAL)
+            self._plain_intervals[bucket] = min(2 * self._plain_intervals[bucket], MAX_PLAIN_INTERVAL)
 
     def note_look(self, names: Sequence[str], draft_s: float) -> None:
         """Record the time of asking proposers that proposed nothing in the planned step."""
@@ -276,13 +248,28 @@ class Controller:
         return least + self.refill.rate * (mean - least)
 
     def _best_width(
-        self, name: str, rates: Sequence[float], p_all_accepted: float, limits: Sequence[int], plain_s: float, has_drafts: bool,
-        num_reads: float, num_left: int,
-    ) -> int:  # fmt: skip
-        """Return the width with the most tokens per second; each sequence proposes so many, up to its limit and down to
-        the floor. `p_all_accepted`: the chance that a proposal is right for every sequence."""
-        if not self._is_known(name, has_drafts):
+        self, candidates: DraftCandidates, rates: Sequence[float], p_all_accepted: float, plain_s: float
+    ) -> int:
+        """Return the width with the most tokens per second, 0 if none is better than a plain step by the gain wanted.
+        `rates`: chance that a proposal is right, of each sequence; `p_all_accepted`: for every sequence."""
+        if not self._is_known(candidates):
             return 0
+        gain = MIN_GAIN if candidates.has_drafts else MIN_DRAFT_GAIN
+        trust = self._correction(candidates.name, self.plan.num_seqs).trust
+        best, best_speed = 0, gain / (plain_s * trust)
+        for width, speed in enumerate(self._speeds(candidates, rates, p_all_accepted, plain_s), 1):
+            if speed > best_speed:
+                best, best_speed = width, speed
+            elif best and width >= best + PATIENCE:
+                break
+        return best
+
+    def _speeds(
+        self, candidates: DraftCandidates, rates: Sequence[float], p_all_accepted: float, plain_s: float
+    ) -> Iterator[float]:
+        """Yield the tokens per second of widths 1, 2, ..., as far as their cost can be predicted. Each sequence
+        proposes so many tokens, up to its limit and as long as their chance is above the floor."""
+        name, _, limits, has_drafts, num_reads, _, num_left = candidates
         plan = self.plan
         num_seqs, num_proposals = plan.num_seqs, plan.num_proposals
         extra, most, shortest, draft_s = self.costs.extra_curve(name, num_seqs), max(limits), min(limits), 0.0
@@ -293,11 +280,9 @@ class Controller:
         fixed_s = plain_s + plan.draft_s
         total, least = plan.others(len(rates))
         total += len(rates)
-        gain = GAIN if has_drafts else DRAFT_GAIN
-        best, best_speed = 0, gain / (plain_s * self._correction(name, num_seqs).trust)
         chances, tokens, floor = [1.0] * len(rates), [1.0] * len(rates), self._floor(name, plain_s)
         chance_of_all = 1.0
-        at_once = 1.0 if num_seqs > 1 else math.inf  # a lone sequence is itself the slowest
+        at_once = 1.0
         for width in range(1, most + 1):
             for index, (rate, limit) in enumerate(zip(rates, limits, strict=True)):
                 if width <= limit and (chance := chances[index] * rate) >= floor:
@@ -306,67 +291,66 @@ class Controller:
                     total += chance
                     num_proposals += 1
             if num_proposals > 2 * extra.largest:
-                break
+                return
             chance_of_all *= p_all_accepted if width <= shortest else 0.0
             at_once += chance_of_all
-            worth = self._worth(_of_slowest(min(least, *tokens), at_once, num_left), total / num_seqs)
+            slowest = min(least, *tokens)
+            if num_seqs > 1:
+                slowest = _of_slowest(slowest, at_once, num_left)
+            worth = self._worth(slowest, total / num_seqs)
             if not has_drafts:
                 draft_s = more * draft.at(width)
-            speed = worth / (fixed_s + extra.at(num_proposals) + draft_s + read_s * worth)
-            if speed > best_speed:
-                best, best_speed = width, speed
-            elif best and width >= best + PATIENCE:
-                break
-        return best
+            yield worth / (fixed_s + extra.at(num_proposals) + draft_s + read_s * worth)
 
-    def _predict(self, name: str, rates: Sequence[float], widths: Sequence[int], has_drafts: bool) -> None:
+    def _predict(self, candidates: DraftCandidates, rates: Sequence[float], widths: Sequence[int]) -> None:
+        """Add the proposals of these widths to the plan."""
         plan, drafted = self.plan, [(rate, width) for rate, width in zip(rates, widths, strict=True) if width]
         plan.tokens += [sum(accumulate(repeat(rate, width), mul, initial=1.0)) for rate, width in drafted]
         plan.num_proposals += sum(width for _, width in drafted)
         if drafted:
-            plan.last = name
-        if drafted and not self._is_known(name, has_drafts):
+            plan.last = candidates.name
+        if drafted and not self._is_known(candidates):
             plan.is_known = False
-        elif drafted and not has_drafts:
-            plan.draft_s += self.costs.draft_s(name, len(drafted), max(width for _, width in drafted))
+        elif drafted and not candidates.has_drafts:
+            plan.draft_s += self.costs.draft_s(candidates.name, len(drafted), max(width for _, width in drafted))
 
-    def _try(
-        self, name: str, state: ProposerState, own: Sequence[AcceptanceRate], limits: Sequence[int], plain_s: float,
-        has_drafts: bool, reads: Sequence[float],
-    ) -> list[int]:  # fmt: skip
-        """Return the widths of a try, all 0 where the allowance does not pay for one. It takes the sequences that need
-        the least reading and are the least known, the same ones until it ends. `reads`: the time to read each, in plain
-        steps."""
+    def _try(self, candidates: DraftCandidates, state: ProposerState, plain_s: float) -> list[int]:
+        """Return the widths of a try, all 0 if the allowance does not pay for one. It takes the sequences that need the
+        least reading and are the least known, the same ones until it ends."""
+        own = candidates.acceptance
+        read = self.costs.read_s(candidates.name) / plain_s
+        reads = [min(read * num, MAX_READ_STEPS) for num in candidates.num_unread] or [0.0] * len(own)
         order = sorted(range(len(own)), key=lambda index: (reads[index], own[index].trials))
-        widths, width = [0] * len(own), state.width * (READY_DRAFT_FACTOR if has_drafts else 1)
+        widths, width = [0] * len(own), state.width * (READY_DRAFT_FACTOR if candidates.has_drafts else 1)
         if not state.is_trying:
-            if not state.can_pay(self.step, reads[order[0]] + self._price(name, 1, width, plain_s, has_drafts)):
+            if not state.can_pay(self.step, reads[order[0]] + self._price(candidates, 1, width, plain_s)):
                 return widths
-            state.num_to_try = 1 if has_drafts else TRY_STEPS
+            state.num_to_try = 1 if candidates.has_drafts else TRY_STEPS
         chosen = [index for index, acceptance in enumerate(own) if acceptance in state.tried]
         if not chosen:
             num = 1
             while num < len(own) and state.can_pay(
                 self.step,
-                sum(reads[index] for index in order[: 2 * num])
-                + self._price(name, 2 * num, width, plain_s, has_drafts),
+                sum(reads[index] for index in order[: 2 * num]) + self._price(candidates, 2 * num, width, plain_s),
             ):
                 num *= 2
             chosen = order[:num]
             state.tried = [own[index] for index in chosen]
         for index in chosen:
-            widths[index] = min(width, limits[index])
+            widths[index] = min(width, candidates.limits[index])
         return widths
 
-    def _price(self, name: str, num: int, width: int, plain_s: float, has_drafts: bool) -> float:
+    def _price(self, candidates: DraftCandidates, num: int, width: int, plain_s: float) -> float:
         """Return what a try with `num` sequences costs beyond a plain step, in plain steps."""
-        if not self._is_known(name, has_drafts):
+        if not self._is_known(candidates):
             return 0.5 + 0.1 * num * width
-        draft_s = 0.0 if has_drafts else self.costs.draft_s(name, num, width)
-        return (self.costs.extra_s(name, self.plan.num_seqs, num * width) + draft_s) / plain_s
+        draft_s = 0.0 if candidates.has_drafts else self.costs.draft_s(candidates.name, num, width)
+        return (self.costs.extra_s(candidates.name, self.plan.num_seqs, num * width) + draft_s) / plain_s
 
-    def _is_known(self, name: str, has_drafts: bool) -> bool:
-        return self.costs.extra_is_known(name) and (has_drafts or self.costs.draft_is_known(name))
+    def _is_known(self, candidates: DraftCandidates) -> bool:
+        """Return whether the cost of these proposals can be predicted."""
+        name = candidates.name
+        return self.costs.extra_is_known(name) and (candidates.has_drafts or self.costs.draft_is_known(name))
 
     def _floor(self, name: str, plain_s: float) -> float:
         """Return the chance below which one more proposal takes longer to verify than it saves; 0 where the batch waits

@@ -3,17 +3,17 @@
 from collections import deque
 from itertools import repeat
 
-from baton.protocol import MAX_DRAFT_TOKENS as SMALL
-
-LAST = 9  # plain steps in the median
-OFTEN = 64  # measurements after which a curve is fitted only for every fourth
-LAST_OF_SIZE = 9  # drafts or verifying steps in the median of one size
-FADE = 0.99  # weight of a size's median per later measurement of another size, so that one measured cold is forgotten
-FADES = 500  # the most such measurements that count
-BATCHING = 1.2  # factor on a draft's time per doubling of its sequences
-FIRST = 3  # measurements before any prediction: the first ones warm up
-FIRST_PLAIN = 4  # the same of plain steps, against which everything else is compared
-WRONG = 1.5  # a plain step's median has changed if it rose or fell by this factor
+MAX_SMALL_SIZE = 16  # sizes up to here, all that one sequence may propose, have their own medians
+PLAIN_WINDOW = 9  # plain steps in the median
+MANY_MEASUREMENTS = 64  # measurements after which a curve is fitted only for every fourth
+SIZE_WINDOW = 9  # drafts or verifying steps in the median of one size
+# Weight of a size's median per later measurement of another size, so that one measured cold is forgotten.
+SIZE_FADE = 0.99
+MAX_FADES = 500  # the most such measurements that count
+BATCH_FACTOR = 1.2  # factor on a draft's time per doubling of its sequences
+MIN_MEASUREMENTS = 3  # measurements before any prediction: the first ones warm up
+MIN_PLAIN_MEASUREMENTS = 4  # the same of plain steps, against which everything else is compared
+CHANGED_FACTOR = 1.5  # a plain step's median has changed if it rose or fell by this factor
 
 
 class RunningMedian:
@@ -21,7 +21,7 @@ class RunningMedian:
 
     __slots__ = ("_last", "_every", "count", "value")
 
-    def __init__(self, last: int = LAST, every: int = 1):
+    def __init__(self, last: int = PLAIN_WINDOW, every: int = 1):
         """Keep the last `last` durations; once there are so many, take only every `every`-th."""
         self._last: deque[float] = deque(maxlen=last)
         self._every = every
@@ -38,9 +38,9 @@ class RunningMedian:
 
 
 class CostCurve:
-    """Fit seconds by size. Small sizes, up to SMALL, have their own medians, since kernels take rows in tiles: the
-    fifth row may be dear and the sixth free. Above SMALL, and beyond the sizes measured, a least-squares line is used.
-    It should not be asked beyond twice the largest size so far: a batch that grows that far is measured again."""
+    """Fit seconds by size. Sizes up to MAX_SMALL_SIZE have their own medians, since kernels take rows in tiles: the
+    fifth row may be dear and the sixth free. Larger sizes, and those beyond the measured ones, use a least-squares
+    line. It should not be asked beyond twice the largest size so far: a batch that grows that far is measured again."""
 
     __slots__ = ("count", "largest", "slope", "_base", "_small", "_sizes", "_seen_at")
 
@@ -48,25 +48,25 @@ class CostCurve:
         self.count = self.largest = 0
         self.slope = self._base = 0.0
         self._small: list[float] = []  # seconds of sizes 0, 1, ...
-        self._sizes: dict[float, RunningMedian] = {}  # above SMALL, two sizes per octave
+        self._sizes: dict[float, RunningMedian] = {}  # above MAX_SMALL_SIZE, two sizes per octave
         self._seen_at: dict[float, int] = {}  # the value of `count` then
 
     def add(self, size: int, seconds: float) -> None:
         self.count += 1
         self.largest = max(self.largest, size)
         middle: float = size
-        if size > SMALL:
+        if size > MAX_SMALL_SIZE:
             half = 1 << (size.bit_length() - 2)  # half of the size's octave
             middle = size - size % half + (half - 1) / 2
-        self._sizes.setdefault(middle, RunningMedian(LAST_OF_SIZE, every=4)).add(seconds)
+        self._sizes.setdefault(middle, RunningMedian(SIZE_WINDOW, every=4)).add(seconds)
         self._seen_at[middle] = self.count
-        if self.count < OFTEN or self.count % 4 == 0:
+        if self.count < MANY_MEASUREMENTS or self.count % 4 == 0:
             self._fit()
 
     def _fit(self) -> None:
-        """Fit the curve. A size weighs as much as it was measured lately; sizes measured fewer than FIRST times are
-        left out if others were measured more often. With a single size, half of its time is taken as the base."""
-        known = sorted((size, typical) for size, typical in self._sizes.items() if typical.count >= FIRST)
+        """Fit the curve. A size weighs as much as it was measured lately. Sizes with fewer than MIN_MEASUREMENTS are
+        left out, unless all have fewer. With a single size, half of its time is taken as the base."""
+        known = sorted((size, typical) for size, typical in self._sizes.items() if typical.count >= MIN_MEASUREMENTS)
         known = known or sorted(self._sizes.items())
         points = [(size, typical.value, self._weight(size)) for size, typical in known]
         n = x = y = xx = xy = 0.0
@@ -78,11 +78,11 @@ class CostCurve:
             xy += weight * size * seconds
         self.slope = 0.5 * y / x if len(known) == 1 else max(0.0, (n * xy - x * y) / (n * xx - x * x))
         self._base = (y - self.slope * x) / n
-        self._small = self._steps(_rising([point for point in points if point[0] <= SMALL]))
+        self._small = self._steps(_rising([point for point in points if point[0] <= MAX_SMALL_SIZE]))
 
     def _weight(self, size: float) -> float:
-        seen_ago = min(self.count - self._seen_at[size], FADES)
-        return min(self._sizes[size].count, LAST_OF_SIZE) * FADE**seen_ago
+        seen_ago = min(self.count - self._seen_at[size], MAX_FADES)
+        return min(self._sizes[size].count, SIZE_WINDOW) * SIZE_FADE**seen_ago
 
     def _steps(self, known: list[tuple[int, float]]) -> list[float]:
         """Return the cost of each size up to the last known: linear between two known sizes."""
@@ -98,14 +98,14 @@ class CostCurve:
 
     @property
     def is_known(self) -> bool:
-        return self.count >= FIRST
+        return self.count >= MIN_MEASUREMENTS
 
     def at(self, size: int) -> float:
         """Return the expected seconds of a size."""
         small = self._small
         if size < len(small):
             return small[size]
-        if size <= SMALL and small:
+        if size <= MAX_SMALL_SIZE and small:
             return small[-1] + self.slope * (size + 1 - len(small))
         return max(0.0, self._base + self.slope * size)
 
@@ -141,7 +141,7 @@ class Costs:
         plain = self.plain.setdefault(bucket := num_seqs.bit_length(), RunningMedian())
         before = plain.value
         plain.add(seconds, times)
-        if max(before, plain.value) > WRONG * min(before, plain.value):
+        if max(before, plain.value) > CHANGED_FACTOR * min(before, plain.value):
             for curves in self.extra.values():  # they were computed from the old plain time
                 curves.pop(bucket, None)
 
@@ -169,7 +169,7 @@ class Costs:
     def plain_s(self, num_seqs: int) -> float | None:
         """Return the seconds of a plain step; None where it has yet to be measured."""
         plain = self.plain.get(num_seqs.bit_length())
-        return plain.value if plain is not None and plain.count >= FIRST_PLAIN else None
+        return plain.value if plain is not None and plain.count >= MIN_PLAIN_MEASUREMENTS else None
 
     def extra_is_known(self, name: str) -> bool:
         return _nearest(self.extra.get(name, {}), 1) is not None
@@ -192,7 +192,7 @@ class Costs:
         """Return the curve by width, and a factor on it that is above 1 if it was measured with fewer sequences."""
         curves, bucket = self.drafts[name], num_seqs.bit_length()
         nearest = _nearest(curves, bucket)
-        return curves[nearest], BATCHING ** max(0, bucket - nearest)
+        return curves[nearest], BATCH_FACTOR ** max(0, bucket - nearest)
 
 
 def _nearest(curves: dict[int, CostCurve], bucket: int) -> int | None:

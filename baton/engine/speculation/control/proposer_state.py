@@ -4,7 +4,7 @@ from baton.engine.speculation.control.acceptance import AcceptanceRate
 
 ALLOWANCE = 0.004  # share of the time of plain steps that may be spent on trying what does not pay as far as is known
 FIRST_ALLOWANCE = 12.0  # in plain steps; also the most that is ever saved up
-DISTURBED = 2.0  # in plain steps: the most that a step of a try is charged, as more is a disturbance
+MAX_STEP_LOSS = 2.0  # in plain steps: the most that a step of a try is charged, as more is a disturbance
 TRIAL_WIDTHS = (2, 1, 4)  # in turn: a single width gives no slope
 LOOK_INTERVAL = 16  # steps between two looks at a proposer that is off, since sequences come and go
 LOOK_SHARE = 0.01  # share of the time of plain steps that looks may take: the shorter such steps, the rarer the looks
@@ -13,7 +13,7 @@ LOOK_SHARE = 0.01  # share of the time of plain steps that looks may take: the s
 MAX_LOOK_INTERVAL = 128
 # The longest interval of quick proposers in a small batch; after looks without gain the interval grows: 1, 2, 2, 4, 4,
 # 8 steps.
-VAIN_INTERVAL = 8
+MAX_QUICK_INTERVAL = 8
 FIRST_WORTH = 2.0  # in plain steps: the gain assumed of a look before any was measured
 WORTH_WEIGHT = 0.05  # weight of one more look in the mean
 SMALL_BATCH = 4  # sequences; up to here a width is also chosen for every step
@@ -63,7 +63,7 @@ class ProposerState:
     def rest(self, step: int, num_seqs: int, is_quick: bool) -> None:
         """Rest, since it brings nothing in this step; the rests of a quick proposer grow."""
         self.num_vain += 1
-        interval = VAIN_INTERVAL if is_quick and num_seqs <= SMALL_BATCH else LOOK_INTERVAL
+        interval = MAX_QUICK_INTERVAL if is_quick and num_seqs <= SMALL_BATCH else LOOK_INTERVAL
         if not is_quick and not self.is_trying:
             interval = MAX_LOOK_INTERVAL
         interval = min(max(interval, round(self.look_steps / LOOK_SHARE)), MAX_LOOK_INTERVAL)
@@ -107,7 +107,7 @@ class ProposerState:
 
     def note_try(self, lost: float, has_proposed: bool) -> None:
         """Record that a step of the try lost `lost` plain steps, or gained them (negative)."""
-        self.allowance = min(self.allowance - min(lost, DISTURBED), FIRST_ALLOWANCE)
+        self.allowance = min(self.allowance - min(lost, MAX_STEP_LOSS), FIRST_ALLOWANCE)
         self.num_tried += has_proposed
         self.num_to_try -= has_proposed
         if self.allowance <= 0 or not self.num_to_try:

@@ -23,11 +23,12 @@ from baton.engine.schedule.scheduler import Scheduler
 from baton.engine.schedule.sequence import Sequence, SequenceGroup
 from baton.engine.schedule.steps import Drawn, Slice
 from baton.engine.speculation.control.controller import Controller, limit_of
+from baton.engine.speculation.control.draft_plan import DraftCandidates, StepOutcome
 from baton.engine.speculation.control.tracks import Tracks
 from baton.engine.speculation.control.verify import num_right
 from baton.engine.speculation.proposers.proposer import Advance, DraftRequest, Proposer
 
-WORSE = 0.15  # by how much a quick proposer's acceptance may be below a model's
+QUICK_MARGIN = 0.15  # by how much a quick proposer's acceptance may be below a model's
 
 
 class DecodingSequences(NamedTuple):
@@ -158,7 +159,7 @@ class Speculator:
         """Return whether this proposer is to guess for the sequence, rather than the last one."""
         if name in (self._last, seq.group.request.speculation.proposer):
             return True
-        return self._rate(name, seq) > self._rate(self._last, seq) - WORSE
+        return self._rate(name, seq) > self._rate(self._last, seq) - QUICK_MARGIN
 
     def _rate(self, name: str, seq: Sequence) -> float:
         track, prior = self._tracks[name].get(seq), self.controller.prior(name)
@@ -243,9 +244,10 @@ class Speculator:
         free_limits = [limits[index] for index in free]
         unread = [0 if has_drafts else tracks.num_unread(seqs[index]) for index in free]
         num_reads = sum(self._by_token(seqs[index], num) for index, num in zip(free, unread, strict=True) if num)
-        num_seqs = len(self._decoding.seqs)
         num_left = max((self._num_left(seqs[index]) for index in free), default=1)
-        chosen = self.controller.widths(name, num_seqs, own, free_limits, has_drafts, num_reads, unread, num_left)
+        chosen = self.controller.widths(
+            DraftCandidates(name, own, free_limits, has_drafts, num_reads, unread, num_left)
+        )
         for index, width in zip(free, chosen, strict=True):
             widths[index] = width
         if not has_drafts and not any(widths):
@@ -298,13 +300,15 @@ class Speculator:
             num_proposed = sum(len(seq.draft_ids) for seq in step.proposer_of)
             made = [len(samples) for _, samples in drawn]
             last, least = self._last_of_step(), min(made)
-            controller.note_step(sum(made), num_proposed, step_s, draft_s, adaptive, last=last, least_made=least)
+            controller.note_step(
+                StepOutcome(sum(made), num_proposed, step_s, draft_s, adaptive, last=last, least_made=least)
+            )
             self._unpriced += self._made(drawn, step_s + draft_s)
         else:
             controller.note_look(step.asked, step.draft_s)
             # A plain step between two looks says nothing of the steps that run several in one call.
             is_plain = not (controller.steps_a_call > 1 and self.num_plain_steps == 1)
-            controller.note_step(num_seqs, 0, step_s, draft_s, adaptive, num_steps, is_plain)
+            controller.note_step(StepOutcome(num_seqs, 0, step_s, draft_s, adaptive, num_steps, is_plain))
         if self._unpriced and (plain_s := controller.costs.plain_s(num_seqs)) is not None:
             for group, num_tokens, spent_s in self._unpriced:
                 group.saved_s += plain_s * num_tokens - spent_s
