@@ -35,10 +35,12 @@ class AttentionShape:
 
     @property
     def group_size(self) -> int:
+        """Return how many query heads share a KV head."""
         return self.num_heads // self.num_kv_heads
 
     @property
     def scale(self) -> float:
+        """Return the factor on scores."""
         return self.head_dim**-0.5 if self.given_scale is None else self.given_scale
 
 

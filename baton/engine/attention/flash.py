@@ -37,6 +37,8 @@ class FlashCall:
 
 @dataclass(frozen=True, slots=True)
 class FlashPlan:
+    """Hold the calls of a step and the pool."""
+
     parts: tuple[FlashCall, ...]
     pool: KVPool
 
@@ -202,6 +204,7 @@ def unfit_rows(shape: AttentionShape) -> str:
 
 
 def load(name: str) -> ModuleType:
+    """Import a module of flash-attn."""
     return importlib.import_module(name)
 
 

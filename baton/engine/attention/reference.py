@@ -21,6 +21,8 @@ ROWS = 16
 
 @dataclass(frozen=True, slots=True)
 class ReferencePlan:
+    """Hold the batch of a step and the pool."""
+
     batch: ForwardBatch
     pool: KVPool
 

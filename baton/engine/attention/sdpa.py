@@ -55,6 +55,8 @@ class TileGroup:
 
 @dataclass(frozen=True, slots=True)
 class SdpaPlan:
+    """Hold the groups of a step and the pool."""
+
     pool: KVPool
     groups: tuple[TileGroup, ...]
 

@@ -74,6 +74,8 @@ class Launch:
 
 @dataclass(frozen=True, slots=True)
 class TritonPlan:
+    """Hold the launches of a step, and the pool's tensors for each layer."""
+
     table: SeqTable
     launches: tuple[Launch, ...]
     layers: list[tuple[Tensor, Tensor, Tensor, Tensor]]  # k, v and their scales

@@ -150,6 +150,7 @@ class Config:
         return tuple(LayerSpec(size if is_sliding else None, ropes[is_sliding]) for is_sliding in sliding)
 
     def same_layers(self, window: int | None = None) -> tuple[LayerSpec, ...]:
+        """Return equal layers, all with this window (None: the whole context) and one rope."""
         return (LayerSpec(window),) * self.num_layers
 
     def window(self, default: int | None = None) -> int | None:

@@ -127,6 +127,7 @@ def _dynamic(spec: RopeSpec, head_dim: int, positions: Tensor) -> Tensor:
 
 
 def longrope_side(spec: RopeSpec, max_model_len: int) -> str:
+    """Return which factors of longrope a served context uses: short or long."""
     return "long" if max_model_len > spec.original_context else "short"
 
 

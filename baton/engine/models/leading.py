@@ -278,4 +278,5 @@ def follow(model: Model, collectives: Collectives, pool: KVPool) -> None:
 
 
 def made_of(model: Model, files: Files) -> Adapter:
+    """Return an adapter for the layers here, made from the files that another rank has sent."""
     return model.make_adapter("", LoraFolder(Path("told by the first rank"), files))

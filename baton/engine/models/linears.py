@@ -192,4 +192,5 @@ class Linears:
 
 
 def slice_of(numbers: range) -> slice:
+    """Return a range of consecutive numbers as a slice."""
     return slice(numbers.start, numbers.stop)

@@ -166,7 +166,7 @@ def _read_mamba2(
     parts = [*[spec.inner_size] * 2, *[spec.num_groups * spec.state_size] * 2, spec.num_heads]
     projection, output = scaled(projection, by.state, parts), scaled(output, by.state_output, [hidden])
     if on_gpu(weight.device):
-        from baton.engine.recurrent.gpu import GpuMamba2  # triton is an extra
+        from baton.engine.recurrent.gpu import GpuMamba2  # triton is an optional dependency
 
         return GpuMamba2(spec, parameters, projection, output, projection.batch_invariant)
     return Mamba2Mixer(part, parameters, projection, output, weight.dtype, linears.collectives)
@@ -193,7 +193,7 @@ def _read_mamba(
     projection = linears.read([f"{module}.in_proj"], [2 * inner], hidden, bias, orders=[order])
     output = linears.read([f"{module}.out_proj"], [hidden], inner, bias, row_parallel=True)
     if on_gpu(weight.device):
-        from baton.engine.recurrent.gpu import GpuMamba  # triton is an extra
+        from baton.engine.recurrent.gpu import GpuMamba  # triton is an optional dependency
 
         return GpuMamba(spec, parameters, projection, output, weight.dtype)
     return MambaMixer(part, parameters, projection, output, weight.dtype)
@@ -215,7 +215,7 @@ def _read_delta_net(
     projection = read(part, module, linears, model.hidden_size)
     output = linears.read([f"{module}.out_proj"], [model.hidden_size], inner, False, row_parallel=True)
     if on_gpu(weight.device):
-        from baton.engine.recurrent.gpu import GpuDeltaNet  # triton is an extra
+        from baton.engine.recurrent.gpu import GpuDeltaNet  # triton is an optional dependency
 
         return GpuDeltaNet(spec, parameters, projection, output, projection.batch_invariant)
     return DeltaNetMixer(part, parameters, projection, output, weight.dtype, linears.collectives)

@@ -29,6 +29,7 @@ class NativeLibrary:
         self._library = ctypes.CDLL(str(path))
 
     def function(self, name: str, *argtypes, restype=None):
+        """Return a C function of the library with these argument types."""
         found = self._library[name]
         found.argtypes, found.restype = argtypes, restype
         return found

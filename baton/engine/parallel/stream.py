@@ -42,6 +42,7 @@ class SocketStream:
         self.num_received = 0
 
     def send(self, *parts: Bytes) -> None:
+        """Send the parts as one message. Raises RankLost."""
         length = sum(memoryview(part).nbytes for part in parts)
         try:
             with self._lock:
@@ -50,6 +51,7 @@ class SocketStream:
             raise RankLost("a stage is gone") from None
 
     def receive(self) -> memoryview:
+        """Wait for a message. Raises RankLost."""
         (length,) = _LENGTH.unpack(self._exactly(_LENGTH.size))
         message = self._exactly(length)
         self.num_received += 1

@@ -1,6 +1,6 @@
 """Mamba in Jamba's form, between its first and last product: convolution, products of its rows, recurrence, gates.
 
-    state = state * exp(dt A) + (dt x) B       y = state C + D x       [inner, state_size], fp32
+state = state * exp(dt A) + (dt x) B       y = state C + D x       [inner, state_size], fp32
 """
 
 import ctypes

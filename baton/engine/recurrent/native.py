@@ -48,6 +48,7 @@ def meeting(part: StatePart, collectives: Collectives | None, span: int = 1) -> 
 
 
 def address(tensor: Tensor | None) -> int | None:
+    """Return the address of a tensor's memory; None for None."""
     return None if tensor is None else tensor.data_ptr()
 
 

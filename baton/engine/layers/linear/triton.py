@@ -31,7 +31,7 @@ ROW_BLOCK_N, ROW_BLOCK_K = 8, 512
 ADD_ROWS = 16
 LIBRARY_PATHS = ("cublas", "int_mm", "scaled_mm", "tinygemm")  # in torch and the libraries that it calls
 
-Path = Callable[..., Tensor]  # x (as it is, or rounded), largest -> y
+Path = Callable[..., Tensor]  # x (unrounded or rounded), largest -> y
 
 
 class GpuLinear(LinearKernel):

@@ -4,12 +4,10 @@ import math
 
 ACCEPT_FORGET, LATELY_FORGET = 0.96, 0.995
 PRIOR_TRIALS = 2.0  # the weight of the proposer's recent rate against the sequence's own
-FEW_TRIALS_BONUS = (
-    0.2  # times 1 / sqrt(trials), the bonus for few trials; their standard deviation is at most 0.5 / sqrt(trials)
-)
-UNASKED_FADE = (
-    0.995  # per step in which other sequences are asked and this one is not, so that it is asked again some day
-)
+# Times 1 / sqrt(trials): the bonus of few trials, whose standard deviation is at most 0.5 / sqrt(trials).
+FEW_TRIALS_BONUS = 0.2
+# Per step in which other sequences are asked and this one is not, so that it is asked again some day.
+UNASKED_FADE = 0.995
 
 
 class AcceptanceRate:

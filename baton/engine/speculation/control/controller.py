@@ -61,10 +61,12 @@ class TimeCorrection:
         self.excess = 1.0
 
     def add(self, spent: float, predicted: float) -> None:
+        """Move the median by one step up or down, towards this measurement."""
         self.excess += EXCESS_STEP if spent > self.excess * predicted else -EXCESS_STEP
 
     @property
     def trust(self) -> float:
+        """Return predicted over actual time."""
         return 1 / self.excess
 
 

@@ -28,6 +28,7 @@ class RunningMedian:
         self.count, self.value = 0, 0.0
 
     def add(self, seconds: float, times: int = 1) -> None:
+        """Count `times` durations of `seconds` each."""
         self.count += times
         if self.count == 2:  # the first one was warming up
             self._last.clear()
@@ -52,6 +53,7 @@ class CostCurve:
         self._seen_at: dict[float, int] = {}  # the value of `count` then
 
     def add(self, size: int, seconds: float) -> None:
+        """Measure one step or draft of this size."""
         self.count += 1
         self.largest = max(self.largest, size)
         middle: float = size
@@ -98,6 +100,7 @@ class CostCurve:
 
     @property
     def is_known(self) -> bool:
+        """Return whether there are enough measurements to predict from."""
         return self.count >= MIN_MEASUREMENTS
 
     def at(self, size: int) -> float:
@@ -154,12 +157,14 @@ class Costs:
             self.extra.setdefault(name, {}).setdefault(bucket, CostCurve()).add(num_proposals, extra_s)
 
     def add_draft(self, name: str, num_seqs: int, width: int, seconds: float) -> None:
+        """Measure a draft of `width` tokens for each of `num_seqs` sequences."""
         bucket = num_seqs.bit_length()
         if (plain_s := self.plain_s(num_seqs)) is not None:  # a draft model is never larger than its target
             seconds = min(seconds, (1 + width) * plain_s)
         self.drafts.setdefault(name, {}).setdefault(bucket, CostCurve()).add(width, seconds)
 
     def add_read(self, name: str, num_tokens: int, seconds: float) -> None:
+        """Measure a proposer that read `num_tokens` tokens."""
         self.reads.setdefault(name, RunningMedian()).add(seconds / num_tokens)
 
     def read_s(self, name: str) -> float:
@@ -172,19 +177,24 @@ class Costs:
         return plain.value if plain is not None and plain.count >= MIN_PLAIN_MEASUREMENTS else None
 
     def extra_is_known(self, name: str) -> bool:
+        """Return whether the cost of verifying a proposer's proposals is known for any number of sequences."""
         return _nearest(self.extra.get(name, {}), 1) is not None
 
     def draft_is_known(self, name: str) -> bool:
+        """Return whether the cost of a proposer's drafts is known for any number of sequences."""
         return _nearest(self.drafts.get(name, {}), 1) is not None
 
     def extra_s(self, name: str, num_seqs: int, num_proposals: int) -> float:
+        """Return the seconds of a step with so many proposals beyond a plain step."""
         return self.extra_curve(name, num_seqs).at(num_proposals)
 
     def extra_curve(self, name: str, num_seqs: int) -> CostCurve:
+        """Return the curve of seconds beyond a plain step by proposals, the known one nearest to `num_seqs`."""
         curves = self.extra[name]
         return curves[_nearest(curves, num_seqs.bit_length())]
 
     def draft_s(self, name: str, num_seqs: int, width: int) -> float:
+        """Return the seconds of a draft of `width` tokens for each of `num_seqs` sequences."""
         curve, more = self.draft_curve(name, num_seqs)
         return more * curve.at(width)
 

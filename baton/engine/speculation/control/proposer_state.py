@@ -49,6 +49,7 @@ class ProposerState:
         return self.num_to_try > 0
 
     def is_resting(self, step: int, num_seqs: int) -> bool:
+        """Return whether the proposer is off in this step, for a batch of the size for which it was found to be off."""
         return step < self.rests_until and self.bucket == num_seqs.bit_length() and not self.is_trying
 
     def num_resting(self, step: int, num_seqs: int, steps_a_call: int) -> int:

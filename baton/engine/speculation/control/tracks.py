@@ -30,7 +30,7 @@ class Track:
 
 
 class Tracks(dict[Sequence, Track]):
-    """Map sequences to their tracks at one proposer; `tracks[seq]` makes a new one where there is none."""
+    """Map sequences to their tracks at one proposer; `tracks[seq]` makes one if there is none."""
 
     def __init__(self, proposer: Proposer):
         super().__init__()

@@ -36,6 +36,7 @@ class Answers:
         self._index = Index(0)
 
     def add(self, token_ids: Sequence[int]) -> None:
+        """Append an answer."""
         self.token_ids += token_ids
         self.token_ids.append(_END)
         self._index.read(self.token_ids, len(self.token_ids))
@@ -58,6 +59,7 @@ class EarlierAnswers:
         self.num_tokens = 0
 
     def of(self, tenant: bytes) -> Sequence[Answers]:
+        """Return the answers of a tenant, the newest first."""
         return self._tenants.get(tenant, ())
 
     def add(self, tenant: bytes, token_ids: Sequence[int]) -> None:

@@ -16,6 +16,8 @@ ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # nibble j of a word, low bits first, holds ou
 
 
 class AWQFormat(Format):
+    """Read folders in the AWQ format."""
+
     name = "awq"
 
     def __init__(self, tensors, config, dtype):

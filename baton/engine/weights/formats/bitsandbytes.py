@@ -18,6 +18,8 @@ UINT8 = (torch.uint8,)
 
 
 class BitsAndBytesFormat(Format):
+    """Read folders in the bitsandbytes format."""
+
     name = "bitsandbytes"
 
     def __init__(self, tensors, config, dtype):

@@ -22,6 +22,8 @@ GROUPED = ("group", "channel", "tensor", "block")
 
 
 class CompressedTensorsFormat(Format):
+    """Read folders in the compressed-tensors format."""
+
     name = "compressed-tensors"
 
     def __init__(self, tensors, config, dtype):

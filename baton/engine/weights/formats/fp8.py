@@ -16,6 +16,8 @@ E4M3 = (torch.float8_e4m3fn,)
 
 
 class FP8Format(Format):
+    """Read folders in the fp8 formats."""
+
     name = "fp8"
 
     def __init__(self, tensors, config, dtype):

@@ -36,6 +36,8 @@ WHOLE = {"model.norm.weight": "output_norm.weight", f"{HEAD}.weight": OUTPUT, f"
 
 
 class GGUFFormat(WeightSource):
+    """Read a .gguf file."""
+
     name = "gguf"
 
     def __init__(self, file: GGUFFile, dtype: torch.dtype, num_heads: int, num_kv_heads: int):

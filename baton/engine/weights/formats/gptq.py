@@ -14,6 +14,8 @@ from baton.engine.weights.forms import IntWeight, pack_int4
 
 
 class GPTQFormat(Format):
+    """Read folders in the GPTQ format."""
+
     name = "gptq"
 
     def __init__(self, tensors, config, dtype):

@@ -14,6 +14,8 @@ SCHEMES = ("int8-outlier",)
 
 
 class OutlierFormat(Format):
+    """Read folders in Baton's own outlier format."""
+
     name = "baton"
 
     def __init__(self, tensors, config, dtype):
