@@ -51,9 +51,13 @@ class LowRanks:
     """Read the pairs of one adapter by the calls that read the modules of its base (models.linears.Linears)."""
 
     def __init__(
-        self, folder: LoraFolder, make: MakeLowRank, dtype: torch.dtype, device: torch.device,
+        self,
+        folder: LoraFolder,
+        make: MakeLowRank,
+        dtype: torch.dtype,
+        device: torch.device,
         range_of: Callable[[int], range] = range,
-    ):  # fmt: skip
+    ):
         """Read pairs for this process, which has the part `range_of(n)` of n outputs if ranks share them."""
         self._folder, self._make, self._dtype, self._device, self._range_of = folder, make, dtype, device, range_of
 

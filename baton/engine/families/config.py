@@ -81,9 +81,14 @@ class Config:
             raise ValueError(f"{key} {value!r:.40} is not supported")
 
     def rope(
-        self, context: int, theta: float = 10_000.0, partial: float = 1.0, interleaved: bool = False,
-        parameters: dict | None = None, head_dim: int | None = None,
-    ) -> RopeSpec:  # fmt: skip
+        self,
+        context: int,
+        theta: float = 10_000.0,
+        partial: float = 1.0,
+        interleaved: bool = False,
+        parameters: dict | None = None,
+        head_dim: int | None = None,
+    ) -> RopeSpec:
         """Return the rope by `rope_parameters` (transformers 5) or `rope_scaling` beside `rope_theta` (before). The
         arguments are defaults for what the file does not say; `parameters` replace the file's."""
         if parameters is None and (parameters := self.values.get("rope_parameters")):
@@ -159,10 +164,16 @@ class Config:
         return None if value is None else counted("sliding_window", value)
 
     def spec(
-        self, family: str, ropes: Sequence[RopeSpec], layers: tuple[LayerSpec, ...] | None = None,
-        num_kv_heads: int | None = None, head_dim: int | None = None, norm: NormSpec | None = None,
-        tied: bool = False, **differences: Any,
-    ) -> ModelSpec:  # fmt: skip
+        self,
+        family: str,
+        ropes: Sequence[RopeSpec],
+        layers: tuple[LayerSpec, ...] | None = None,
+        num_kv_heads: int | None = None,
+        head_dim: int | None = None,
+        norm: NormSpec | None = None,
+        tied: bool = False,
+        **differences: Any,
+    ) -> ModelSpec:
         """Return the spec of a family, by default one of Llama's layers. `num_kv_heads`, `head_dim` and `tied` are
         defaults for what the file does not say; `differences` are fields of ModelSpec."""
         num_heads, hidden_size = self.count("num_attention_heads"), self.count("hidden_size")

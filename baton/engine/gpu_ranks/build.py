@@ -61,9 +61,11 @@ class GpuRank(RankProcess):
 
 
 def load_on_gpus(
-    config: EngineConfig, gpu_memory_for: GpuMemoryFor | None = None, make: MakeProposers | None = None,
+    config: EngineConfig,
+    gpu_memory_for: GpuMemoryFor | None = None,
+    make: MakeProposers | None = None,
     rank_program: str | None = None,
-) -> EngineParts:  # fmt: skip
+) -> EngineParts:
     """Load the parts of Engine.load: those of the first rank here, and processes for the others. Raises ValueError, in
     one line, if the GPUs do not fit or a rank fails, and the errors of reading the model."""
     spec, make = read_spec(config.model), make or make_proposers
@@ -153,10 +155,14 @@ def use(device: torch.device, config: EngineConfig) -> None:
 
 
 def device_parts(
-    config: EngineConfig, model: Model, collectives: DistributedCollectives, speculates: bool,
-    launcher_of: type[GpuLauncher] = GpuLauncher, pool_of: type[KVPool] = KVPool,
+    config: EngineConfig,
+    model: Model,
+    collectives: DistributedCollectives,
+    speculates: bool,
+    launcher_of: type[GpuLauncher] = GpuLauncher,
+    pool_of: type[KVPool] = KVPool,
     memory_for: Callable[[int], Any] | None = None,
-) -> tuple[EngineConfig, KVPool, GpuLauncher]:  # fmt: skip
+) -> tuple[EngineConfig, KVPool, GpuLauncher]:
     """Return the config with sizes, this rank's pool, and its launcher, warmed up. All ranks call it together and
     compute the same steps in it; only the first rank's `speculates` matters."""
     if not isinstance(collectives, StageCollectives):
@@ -194,9 +200,15 @@ def _start(
 
 
 def _lead(
-    config: EngineConfig, spec: ModelSpec, device: torch.device, memory_for: GpuMemoryFor | None, make: MakeProposers,
-    ranks: Ranks, collectives: DistributedCollectives, stage: PipelineStage | None,
-) -> EngineParts:  # fmt: skip
+    config: EngineConfig,
+    spec: ModelSpec,
+    device: torch.device,
+    memory_for: GpuMemoryFor | None,
+    make: MakeProposers,
+    ranks: Ranks,
+    collectives: DistributedCollectives,
+    stage: PipelineStage | None,
+) -> EngineParts:
     use(device, config)
     model = load_part(widest(config, spec), device, collectives, stage)
     assert isinstance(model, LeadingDeviceModel)

@@ -48,16 +48,22 @@ class LeadingLauncher(GpuLauncher):
         return f"{super().summary}, {self.model.group.summary}"
 
     def run(
-        self, batch: ForwardBatch, keeps_hidden: bool, on_layer: Callable[[int], None] | None,
+        self,
+        batch: ForwardBatch,
+        keeps_hidden: bool,
+        on_layer: Callable[[int], None] | None,
         on_hidden: Callable[[Tensor], None] | None = None,
-    ) -> tuple[Tensor | None, Tensor]:  # fmt: skip
+    ) -> tuple[Tensor | None, Tensor]:
         with self._step(batch, CommandKind.STEP if on_hidden is None else CommandKind.READ):
             return super().run(batch, keeps_hidden, on_layer, on_hidden)
 
     def launch(
-        self, batch: ForwardBatch, draw: Draw, previous: LaunchedTokens | None,
+        self,
+        batch: ForwardBatch,
+        draw: Draw,
+        previous: LaunchedTokens | None,
         on_layer: Callable[[int], None] | None = None,
-    ) -> LaunchedTokens:  # fmt: skip
+    ) -> LaunchedTokens:
         def draw_for_all(logits: Tensor) -> Tensor:
             drawn = draw(logits)
             if len(drawn):

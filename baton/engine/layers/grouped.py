@@ -104,9 +104,17 @@ class GroupedLinear:
         return y
 
     def _launch(
-        self, x: Tensor, x_scales: Tensor | None, y: Tensor, tile: int, num_slots: int, num_rows: int,
-        places: SortedPlaces | None, top_k: int, scatters: bool,
-    ) -> None:  # fmt: skip
+        self,
+        x: Tensor,
+        x_scales: Tensor | None,
+        y: Tensor,
+        tile: int,
+        num_slots: int,
+        num_rows: int,
+        places: SortedPlaces | None,
+        top_k: int,
+        scatters: bool,
+    ) -> None:
         one, stored, constants = self._one, self._one.stored, self._one.constants(tile)
         order, tiles = (None, None) if places is None else places[:2]
         kernels.multiply_grouped[(num_slots, -(-stored.num_out // constants["BLOCK_N"]))](
@@ -122,9 +130,13 @@ class GroupedExperts:
     in between if each rank has a part of every expert."""
 
     def __init__(
-        self, spec: ModelSpec, experts: ExpertsSpec, gate_up: Sequence[LinearKernel], down: Sequence[LinearKernel],
+        self,
+        spec: ModelSpec,
+        experts: ExpertsSpec,
+        gate_up: Sequence[LinearKernel],
+        down: Sequence[LinearKernel],
         collectives: Collectives | None,
-    ):  # fmt: skip
+    ):
         """Join experts that `unfit` accepts. `collectives`: of the ranks that have a part of each; None: they are whole
         here."""
         self._gate_up, self._down, self._collectives = GroupedLinear(gate_up), GroupedLinear(_parts(down)), collectives

@@ -31,9 +31,14 @@ class Experts:
     """Hold the router and the experts of one layer."""
 
     def __init__(
-        self, spec: ModelSpec, experts: ExpertsSpec, prefix: str, source: WeightSource, linears: Linears,
+        self,
+        spec: ModelSpec,
+        experts: ExpertsSpec,
+        prefix: str,
+        source: WeightSource,
+        linears: Linears,
         make_router: MakeRouter,
-    ):  # fmt: skip
+    ):
         """Read the experts of the layer whose tensor names begin with `prefix`. Raises ModelError if a tensor is
         missing or does not fit."""
         if experts.stacked_names and source.has(prefix + experts.stacked_names[-1]):

@@ -103,9 +103,13 @@ class FusedLayers:
     name = "fused"
 
     def __init__(
-        self, spec: ModelSpec, layers: Sequence[Layer | None], attention: NativeAttention, ropes: Sequence[Rope],
+        self,
+        spec: ModelSpec,
+        layers: Sequence[Layer | None],
+        attention: NativeAttention,
+        ropes: Sequence[Rope],
         collectives: Collectives | None = None,
-    ):  # fmt: skip
+    ):
         """Describe layers that `unfit` accepts, so that all linear layers are PackedLinear. `collectives`: of ranks
         that have a part each. Layers of other stages are None."""
         shard = WHOLE if collectives is None else collectives.shard

@@ -44,9 +44,14 @@ class LatentProjection(LinearKernel):
     """Project hidden states to the queries of all heads followed by the row to cache, before rotation."""
 
     def __init__(
-        self, latent: LatentSpec, query: list[LinearKernel], query_norm: Norm | None, keys: list[LinearKernel],
-        row: LinearKernel, row_norm: Norm,
-    ):  # fmt: skip
+        self,
+        latent: LatentSpec,
+        query: list[LinearKernel],
+        query_norm: Norm | None,
+        keys: list[LinearKernel],
+        row: LinearKernel,
+        row_norm: Norm,
+    ):
         """Hold `query`, one kernel or two with a norm between, and `keys`, which map nope_dim elements of each head to
         the latent's."""
         self._latent, self._query, self._query_norm = latent, query, query_norm

@@ -118,10 +118,20 @@ class Linears:
         return self._join(weights, biases if bias else [], row_parallel, column_parallel, cut, num_outputs)
 
     def expert(
-        self, name: str, index: int, experts: ExpertsSpec, out_features: int, in_features: int, rows: int = 0,
-        columns: int = 0, parts: int = 1, interleaved: bool = False, row_parallel: bool = False,
-        column_parallel: bool = False, cut: bool = True,
-    ) -> LinearKernel:  # fmt: skip
+        self,
+        name: str,
+        index: int,
+        experts: ExpertsSpec,
+        out_features: int,
+        in_features: int,
+        rows: int = 0,
+        columns: int = 0,
+        parts: int = 1,
+        interleaved: bool = False,
+        row_parallel: bool = False,
+        column_parallel: bool = False,
+        cut: bool = True,
+    ) -> LinearKernel:
         """Return the kernel of one of the experts in a tensor [experts, out_features, in_features] or [experts,
         in_features, out_features]. `interleaved`: its parts alternate among its outputs. Otherwise as `read`."""
         count = experts.num_experts
@@ -135,9 +145,14 @@ class Linears:
         return self._join(weights, biases, row_parallel, column_parallel, cut)
 
     def _join(
-        self, weights: list[Weight], biases: list[Tensor], row_parallel: bool, column_parallel: bool, cut: bool,
+        self,
+        weights: list[Weight],
+        biases: list[Tensor],
+        row_parallel: bool,
+        column_parallel: bool,
+        cut: bool,
         num_outputs: int = 0,
-    ) -> LinearKernel:  # fmt: skip
+    ) -> LinearKernel:
         if column_parallel:
             num_outputs = sum(part.shape[0] for part in weights)
             weights = [self.shard_outputs(part) for part in weights]
@@ -145,9 +160,13 @@ class Linears:
         return self.make(weights, torch.cat(biases) if biases else None, row_parallel, cut, num_outputs)
 
     def make(
-        self, weights: Sequence[Weight], bias: Tensor | None = None, row_parallel: bool = False, cut: bool = True,
+        self,
+        weights: Sequence[Weight],
+        bias: Tensor | None = None,
+        row_parallel: bool = False,
+        cut: bool = True,
         num_outputs: int = 0,
-    ) -> LinearKernel:  # fmt: skip
+    ) -> LinearKernel:
         """Make a kernel for weights one above the other, [out, in] each; if their forms disagree it joins several
         kernels. `bias`: [sum of out]. `row_parallel`: ranks have some of the inputs each, so that their sum is a tree,
         or with `cut` false all of them. `num_outputs`: the number on all ranks, if each has some; 0: all are here."""

@@ -64,9 +64,13 @@ class PredictorModules:
 
 
 def load_model(
-    config: EngineConfig, device: torch.device = CPU, collectives: Collectives | None = None,
-    stage: PipelineStage | None = None, pipeline: PipelineLeader | None = None, stages: StageCollectives | None = None,
-) -> Model:  # fmt: skip
+    config: EngineConfig,
+    device: torch.device = CPU,
+    collectives: Collectives | None = None,
+    stage: PipelineStage | None = None,
+    pipeline: PipelineLeader | None = None,
+    stages: StageCollectives | None = None,
+) -> Model:
     """Read the model that `config` names onto `device`, for KV in its blocks and stored form. With `collectives` only
     this rank's part is read, with `stage` only its layers. `pipeline`: the first stage's link to the others; `stages`:
     used if each stage has a device.
@@ -181,9 +185,11 @@ def _read_ropes(spec: ModelSpec, config: EngineConfig) -> list[Rope]:
 
 
 def _model_class(
-    collectives: Collectives | None, stage: PipelineStage | None, stages: StageCollectives | None,
+    collectives: Collectives | None,
+    stage: PipelineStage | None,
+    stages: StageCollectives | None,
     pipeline: PipelineLeader | None,
-) -> Callable[..., Model]:  # fmt: skip
+) -> Callable[..., Model]:
     """Return the constructor of this process's model, with the arguments of Model: whole, of a rank, or of a stage."""
     if stages is not None:
         assert stage is not None

@@ -106,7 +106,7 @@ def scaled(kernel: LinearKernel | None, factors: tuple[float, ...], sizes: Seque
 
 def read_mixer(
     model: ModelSpec, spec: StateSpec, module: str, source: WeightSource, linears: Linears
-) -> "Mixer | GpuMixer":  # fmt: skip
+) -> "Mixer | GpuMixer":
     """Return a rank's part of a layer that mixes tokens by a state. Raises ModelError if a tensor is missing or does
     not fit."""
     part: StatePart = StatePart(spec, linears.shard)
@@ -142,7 +142,7 @@ def _taps_first(weight: Tensor, channels: Tensor) -> Tensor:
 
 def _read_mamba2(
     model: ModelSpec, part: StatePart[Mamba2Spec], module: str, source: WeightSource, linears: Linears
-) -> "Mamba2Mixer | GpuMamba2":  # fmt: skip
+) -> "Mamba2Mixer | GpuMamba2":
     hidden, by, whole, spec = model.hidden_size, model.multipliers or Multipliers(), part.whole, part.spec
     weight = source.tensor(f"{module}.conv1d.weight", whole.conv_size, 1, spec.taps)
 
@@ -174,7 +174,7 @@ def _read_mamba2(
 
 def _read_mamba(
     model: ModelSpec, part: StatePart[MambaSpec], module: str, source: WeightSource, linears: Linears
-) -> "MambaMixer | GpuMamba":  # fmt: skip
+) -> "MambaMixer | GpuMamba":
     hidden, spec, inner = model.hidden_size, part.spec, part.whole.inner_size
     weight, own, bias = source.tensor(f"{module}.conv1d.weight", inner, 1, spec.taps), part.inner, spec.projection_bias
     norms, selected = zip(("dt", "b", "c"), spec.selected_sizes, strict=True), sum(spec.selected_sizes)
@@ -201,7 +201,7 @@ def _read_mamba(
 
 def _read_delta_net(
     model: ModelSpec, part: StatePart[DeltaNetSpec], module: str, source: WeightSource, linears: Linears
-) -> "DeltaNetMixer | GpuDeltaNet":  # fmt: skip
+) -> "DeltaNetMixer | GpuDeltaNet":
     whole, spec = part.whole, part.spec
     heads, inner, channels = whole.num_heads, whole.inner_size, whole.conv_size
     weight = source.tensor(f"{module}.conv1d.weight", channels, 1, spec.taps)
@@ -300,7 +300,7 @@ def _of_heads(order: torch.Tensor, heads: range) -> torch.Tensor:
 
 def _read_qkv(
     spec: ModelSpec, prefix: str, order: torch.Tensor | None, linears: Linears | LowRanks, heads: range, kv_heads: range
-):  # fmt: skip
+):
     counts = (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads)
     sizes = [count * spec.head_dim for count in counts]
     orders = None

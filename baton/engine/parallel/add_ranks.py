@@ -58,7 +58,7 @@ def _two(parts, rank, places, mask, count):
 @triton.jit(do_not_specialize=["first"])
 def _add_peers(
     parts, sums, bias, first, count, size, NUM_RANKS: tl.constexpr, DTYPE: tl.constexpr, BLOCK: tl.constexpr
-):  # fmt: skip
+):
     """Grid (blocks of this rank's elements)."""
     own = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = own < count

@@ -77,9 +77,12 @@ def unpacked(header: list[int], payload: Tensor) -> ForwardBatch:
 
 
 def broadcast_step(
-    collectives: Collectives, batch: ForwardBatch, adapters: SentAdapters, rows: Tensor | None = None,
+    collectives: Collectives,
+    batch: ForwardBatch,
+    adapters: SentAdapters,
+    rows: Tensor | None = None,
     kind: CommandKind = CommandKind.STEP,
-) -> None:  # fmt: skip
+) -> None:
     """Tell all ranks the inputs of a step and the news of `adapters`; `rows` if the step comes from another stage."""
     for key, data in adapters.news(batch):
         collectives.broadcast(torch.tensor((CommandKind.ADAPTER, len(data), key, 0, 0, 0)))

@@ -294,9 +294,13 @@ class Started(NamedTuple):
 
 
 def start_ranks(
-    config: EngineConfig, pool: SharedMemory, stages: Sequence[PipelineStage], sizes: tuple[int, torch.dtype],
-    identity: str, joining: Joining | None,
-) -> Started:  # fmt: skip
+    config: EngineConfig,
+    pool: SharedMemory,
+    stages: Sequence[PipelineStage],
+    sizes: tuple[int, torch.dtype],
+    identity: str,
+    joining: Joining | None,
+) -> Started:
     """Start the ranks of all stages, except the first rank of the first; `config` is resolved. `joining`: the source of
     ranks of other hosts, whose model must be `identity`. `sizes`: elements of a row, and their dtype. Raises ValueError
     if layers are shared without a native library, or if no rank can join."""

@@ -61,9 +61,14 @@ class DeltaNetMixer(Mixer[DeltaNetSpec]):
     """Run one layer of gated delta net."""
 
     def __init__(
-        self, part: StatePart[DeltaNetSpec], parameters: DeltaNetParameters, projection: LinearKernel, output: LinearKernel,
-        dtype: torch.dtype, collectives: Collectives | None,
-    ):  # fmt: skip
+        self,
+        part: StatePart[DeltaNetSpec],
+        parameters: DeltaNetParameters,
+        projection: LinearKernel,
+        output: LinearKernel,
+        dtype: torch.dtype,
+        collectives: Collectives | None,
+    ):
         self._parameters = parameters
         struct = None if unfit(part.spec) else _native_layer(part, parameters, KINDS[dtype], collectives)
         super().__init__(part, projection, output, struct, "baton_delta_net")
@@ -102,7 +107,7 @@ def unfit(spec: DeltaNetSpec) -> str:
 
 def _native_layer(
     part: StatePart[DeltaNetSpec], own: DeltaNetParameters, kind: int, collectives: Collectives | None
-) -> _DeltaNet:  # fmt: skip
+) -> _DeltaNet:
     """Return the native struct, which holds addresses: the parameters and the collectives must outlive it."""
     spec = part.spec
     return _DeltaNet(

@@ -71,9 +71,14 @@ class GpuMixer(ABC, Generic[Spec]):
     _query_scale = 1.0
 
     def __init__(
-        self, spec: Spec, conv_weight: Tensor, conv_bias: Tensor | None, projection: LinearKernel, output: LinearKernel,
+        self,
+        spec: Spec,
+        conv_weight: Tensor,
+        conv_bias: Tensor | None,
+        projection: LinearKernel,
+        output: LinearKernel,
         exact: bool,
-    ):  # fmt: skip
+    ):
         """Hold conv_weight fp32 [taps, channels] and conv_bias fp32 [channels], on the device. Without `exact`, prompts
         are computed by chunks if the layer has such a form."""
         self.spec, self._exact = spec, exact
@@ -148,9 +153,13 @@ class GpuMamba2(GpuMixer[Mamba2Spec]):
     """Run one layer of Mamba-2 on a GPU."""
 
     def __init__(
-        self, spec: Mamba2Spec, parameters: Mamba2Parameters, projection: LinearKernel, output: LinearKernel,
+        self,
+        spec: Mamba2Spec,
+        parameters: Mamba2Parameters,
+        projection: LinearKernel,
+        output: LinearKernel,
         exact: bool,
-    ):  # fmt: skip
+    ):
         super().__init__(spec, parameters.conv_weight, parameters.conv_bias, projection, output, exact)
         self._parameters = parameters
 
@@ -185,9 +194,13 @@ class GpuDeltaNet(GpuMixer[DeltaNetSpec]):
     """Run one layer of gated delta net on a GPU."""
 
     def __init__(
-        self, spec: DeltaNetSpec, parameters: DeltaNetParameters, projection: LinearKernel, output: LinearKernel,
+        self,
+        spec: DeltaNetSpec,
+        parameters: DeltaNetParameters,
+        projection: LinearKernel,
+        output: LinearKernel,
         exact: bool,
-    ):  # fmt: skip
+    ):
         super().__init__(spec, parameters.conv_weight, None, projection, output, exact)
         self._parameters = parameters
         self._normed_parts, self._query_scale = (2 * spec.num_key_heads, spec.key_dim), spec.key_dim**-0.5
@@ -223,9 +236,13 @@ class GpuMamba(GpuMixer[MambaSpec]):
     """Run one layer of Mamba, in Jamba's form, on a GPU."""
 
     def __init__(
-        self, spec: MambaSpec, parameters: MambaParameters, projection: LinearKernel, output: LinearKernel,
+        self,
+        spec: MambaSpec,
+        parameters: MambaParameters,
+        projection: LinearKernel,
+        output: LinearKernel,
         dtype: torch.dtype,
-    ):  # fmt: skip
+    ):
         super().__init__(spec, parameters.conv_weight, parameters.conv_bias, projection, output, True)
         self._parameters, self._dtype = parameters, dtype
 

@@ -52,9 +52,13 @@ class MambaMixer(Mixer[MambaSpec]):
     """Run one layer of Mamba."""
 
     def __init__(
-        self, part: StatePart[MambaSpec], parameters: MambaParameters, projection: LinearKernel, output: LinearKernel,
+        self,
+        part: StatePart[MambaSpec],
+        parameters: MambaParameters,
+        projection: LinearKernel,
+        output: LinearKernel,
         dtype: torch.dtype,
-    ):  # fmt: skip
+    ):
         self._parameters, self._dtype = parameters, dtype
         struct = None if unfit(part.spec) else _native_layer(part, parameters, KINDS[dtype])
         super().__init__(part, projection, output, struct, "baton_mamba_convolve")

@@ -61,9 +61,14 @@ class Mamba2Mixer(Mixer[Mamba2Spec]):
     """Run one layer of Mamba-2."""
 
     def __init__(
-        self, part: StatePart[Mamba2Spec], parameters: Mamba2Parameters, projection: LinearKernel, output: LinearKernel,
-        dtype: torch.dtype, collectives: Collectives | None,
-    ):  # fmt: skip
+        self,
+        part: StatePart[Mamba2Spec],
+        parameters: Mamba2Parameters,
+        projection: LinearKernel,
+        output: LinearKernel,
+        dtype: torch.dtype,
+        collectives: Collectives | None,
+    ):
         self._parameters = parameters
         struct = None if unfit(part.spec) else _native_layer(part, parameters, KINDS[dtype], collectives)
         super().__init__(part, projection, output, struct, "baton_mamba2")
@@ -98,7 +103,7 @@ def unfit(spec: Mamba2Spec) -> str:
 
 def _native_layer(
     part: StatePart[Mamba2Spec], own: Mamba2Parameters, kind: int, collectives: Collectives | None
-) -> _Mamba2:  # fmt: skip
+) -> _Mamba2:
     """Return the native struct, which holds addresses: the parameters and the collectives must outlive it."""
     spec, num_norms = part.spec, part.whole.norm_groups or 1
     span = part.span_of(num_norms) if spec.norm_groups else 1

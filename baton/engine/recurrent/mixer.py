@@ -29,9 +29,13 @@ class Mixer(ABC, Generic[Spec]):
     """Run one layer. Rows do not depend on what shares their batch, nor on where chunks of their sequence begin."""
 
     def __init__(
-        self, part: StatePart[Spec], projection: LinearKernel, output: LinearKernel, struct: ctypes.Structure | None,
+        self,
+        part: StatePart[Spec],
+        projection: LinearKernel,
+        output: LinearKernel,
+        struct: ctypes.Structure | None,
         function: str,
-    ):  # fmt: skip
+    ):
         """Run the layer's `struct` by the native `function`; without a struct torch computes it, but only a whole
         layer. Raises ModelError for a part of one."""
         if struct is None and (degree := part.shard.degree) > 1:

@@ -41,7 +41,7 @@ def mamba2(config: Config) -> ModelSpec:
 
 def state_of_mamba(
     config: Config, eps: float, norm_groups: int | None = None, inner: int | None = None, norm_first: bool = False
-) -> Mamba2Spec:  # fmt: skip
+) -> Mamba2Spec:
     """Return a hybrid's Mamba-2, from keys that begin with `mamba_`. `norm_groups`: None for as many as heads have;
     `inner`: elements of a row, if they are not a multiple of the hidden size."""
     config.refuse("hidden_act", "silu")  # also the convolution's activation

@@ -30,9 +30,13 @@ class GpuChoice:
         self._table = None
 
     def __call__(
-        self, weight: Weight, bias: Tensor | None = None, leaves: int = 1, partial: bool = False,
+        self,
+        weight: Weight,
+        bias: Tensor | None = None,
+        leaves: int = 1,
+        partial: bool = False,
         num_outputs: int = 0,
-    ) -> LinearKernel:  # fmt: skip
+    ) -> LinearKernel:
         """Return the kernel of weight [out_features, in_features] of any form on the device with bias [out_features].
         `leaves` and `partial` as on a CPU; `num_outputs` as for GpuLinear."""
         if "triton" in self.reasons or self._name == "fast":

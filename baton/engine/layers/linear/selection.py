@@ -33,9 +33,13 @@ class LinearChoice:
             raise ValueError(f"linear kernel {name!r}: {self.reasons[name]}")
 
     def __call__(
-        self, weight: Weight, bias: Tensor | None = None, leaves: int = 1, partial: bool = False,
+        self,
+        weight: Weight,
+        bias: Tensor | None = None,
+        leaves: int = 1,
+        partial: bool = False,
         num_outputs: int = 0,
-    ) -> LinearKernel:  # fmt: skip
+    ) -> LinearKernel:
         """Return the kernel of weight [out_features, in_features] of any form with bias [out_features]. `leaves` of the
         inputs are summed separately if rows are exact; `partial`: y is fp32, to be added to others. `num_outputs` makes
         no difference on a CPU."""

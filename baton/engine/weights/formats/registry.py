@@ -31,9 +31,13 @@ OLD_CONFIG = "quantize_config.json"  # written by AutoGPTQ beside config.json, b
 
 
 def open_source(
-    path: Path, quantization: str, dtype: torch.dtype, num_heads: int, num_kv_heads: int,
+    path: Path,
+    quantization: str,
+    dtype: torch.dtype,
+    num_heads: int,
+    num_kv_heads: int,
     renamed: Sequence[tuple[str, str]] = (),
-) -> WeightSource:  # fmt: skip
+) -> WeightSource:
     """Return the weights of a folder or a .gguf file. `quantization`: "auto" takes them as they are; "none" accepts
     only unquantized ones; a key of ROUNDINGS rounds an unquantized folder. `renamed`: as for Weights. Raises
     ModelError, and ValueError for an option that does not fit the model."""
