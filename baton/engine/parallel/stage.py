@@ -45,7 +45,7 @@ def _cut(costs: list[int], count: int) -> list[int]:
     sums = [0]
     for cost in costs:
         sums.append(sums[-1] + cost)
-    # best[end]: the largest sum of the runs up to `end`, and the begin of the last of them.
+    # best[end]: the largest sum of the runs up to `end`, and where the last of them begins.
     best = {end: (sums[end], 0) for end in range(2, len(sums))}
     steps = [best]
     for runs in range(2, count + 1):
