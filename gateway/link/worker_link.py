@@ -108,7 +108,7 @@ class WorkerLink:
         return self.hello is None and self.num_failed_sessions == 0
 
     def may_come(self, within_s: float) -> bool:
-        """Return whether the worker may serve soon: it is lost, draining or stalled for less than `within_s`."""
+        """Return whether the worker may serve soon: it was lost, left, drains or stalls since less than `within_s`."""
         return self.state in _COMING and now() - self._away_since < within_s
 
     def is_missed(self, within_s: float) -> bool:
@@ -219,7 +219,7 @@ class WorkerLink:
         for leg in legs:
             leg.post(Lost(reason))
         if has_left:
-            self._become(LinkState.LEFT, "it drained")
+            self._become(LinkState.LEFT, "it drained" if self.hello is not None else f"it drained; since then {reason}")
         # A Load that arrived after the refusal may have set another state.
         elif not self._is_refused or self.state is not LinkState.REFUSED:
             self._become(LinkState.CONNECTING, reason)

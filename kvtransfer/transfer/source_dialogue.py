@@ -63,7 +63,7 @@ class _WantedShare:
         """Check the Want. Raises LayoutMismatch, ProtocolError, before anything is allocated."""
         taker, layout = layout_from_proto(want.layout), context.pool.layout
         if want.transport != transport:
-            raise ProtocolError(f"Want for {want.transport} on a {transport} line")
+            raise ProtocolError(f"Want for {want.transport} on a {transport} connection")
         if not 1 <= want.num_shares <= _MAX_SHARES:
             raise ProtocolError(f"a fetch of {want.num_shares} shares: 1 to {_MAX_SHARES}")
         relation(layout, context.numerics_class, taker, context.numerics_class)  # the offer has compared the classes
@@ -331,7 +331,7 @@ class SourceDialogue:
             log.warning(
                 "a KV ticket was shown a second time while its taker is served: refused, on %s", self._transport
             )
-            raise TicketRefused("this ticket's taker is being served on another line")
+            raise TicketRefused("this ticket's taker is being served on another connection")
         earlier._connection.close()
         for name in [name for name, dialogue in self._context.dialogues.items() if dialogue is earlier]:
             del self._context.dialogues[name]

@@ -226,7 +226,7 @@ class _CudaTakerConnection(MappedConnection):
         source = await self._copier.opened.open(self._path, mapping)
         if self._closed:
             self._copier.opened.leave(self._path, mapping.access)
-            raise PeerLost("the line was closed")
+            raise PeerLost("the connection was closed")
         self._source, self._mapping = source, mapping
 
     async def read(self, runs: np.ndarray) -> None:

@@ -161,7 +161,7 @@ class GrpcConnection:
     def close(self) -> None:
         if self._finishing is None:
             clean = self._sent_end and not self._lost
-            self._lose("the line was closed")
+            self._lose("the connection was closed")
             self._finishing = asyncio.create_task(self._finish(clean))
 
     async def _finish(self, clean: bool) -> None:
@@ -211,7 +211,7 @@ class GrpcConnection:
             raise PeerLost(f"the other side was silent for {self._silence_s:g} s") from error
         if message is None or (self._lost and self._finishing):
             self._incoming.put_nowait(None)
-            raise PeerLost(self._lost or "the other side closed the line")
+            raise PeerLost(self._lost or "the other side closed the connection")
         self._room.release()
         return message
 
@@ -224,7 +224,7 @@ class GrpcConnection:
                     self._incoming.put_nowait(message)
                     await self._room.acquire()
         except _BROKEN as error:
-            self._lost = self._lost or f"the line broke: {_cause(error)}"
+            self._lost = self._lost or f"the connection broke: {_cause(error)}"
         self._incoming.put_nowait(None)  # frames can still be sent to a taker that has closed its half
 
     async def _write(self) -> None:
@@ -235,7 +235,7 @@ class GrpcConnection:
             try:
                 await self._call.write(message)
             except _BROKEN as error:
-                self._lost = self._lost or f"the line broke: {_cause(error)}"
+                self._lost = self._lost or f"the connection broke: {_cause(error)}"
             finally:
                 self._outgoing.task_done()
 

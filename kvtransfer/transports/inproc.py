@@ -46,7 +46,7 @@ class InprocConnection:
     async def send(self, frame: kv_pb2.KVFrame, payload: Iterable[list[memoryview]] = ()) -> None:
         """Give a copy of the frame to the other side. Raises PeerLost when the connection is closed."""
         if self._peer is None:
-            raise PeerLost("the line was closed")
+            raise PeerLost("the connection was closed")
         copied = kv_pb2.KVFrame()
         copied.CopyFrom(frame)
         self._peer._frames.put_nowait(copied)
@@ -60,7 +60,7 @@ class InprocConnection:
         except TimeoutError as error:
             raise PeerLost(f"the other side was silent for {self._silence_s:g} s") from error
         if frame is None:
-            raise PeerLost("the other side closed the line")
+            raise PeerLost("the other side closed the connection")
         return frame
 
     async def receive_payload(self, groups: Iterable[list[memoryview]]) -> None:

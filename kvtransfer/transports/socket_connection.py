@@ -106,7 +106,7 @@ class SocketConnection:
         self._watched = False
         for waiting in list(self._waiting):
             if not waiting.done():
-                waiting.set_exception(PeerLost("the line was closed"))
+                waiting.set_exception(PeerLost("the connection was closed"))
         self._sock.close()
         for fd in self._fds:
             os.close(fd)
@@ -134,15 +134,15 @@ class SocketConnection:
     def _read_ahead(self) -> bool:
         """Read what has arrived; return False if nothing has. Raises PeerLost, ProtocolError."""
         if self._closed:
-            raise PeerLost("the line was closed")
+            raise PeerLost("the connection was closed")
         try:
             count = self._receive_once([self._scratch])
         except (BlockingIOError, InterruptedError):
             return False
         except OSError as error:
-            raise PeerLost(f"the line broke: {error}") from error
+            raise PeerLost(f"the connection broke: {error}") from error
         if count == 0:
-            raise PeerLost("the other side closed the line")
+            raise PeerLost("the other side closed the connection")
         self._ahead += self._scratch[:count]
         return True
 
@@ -190,7 +190,7 @@ class SocketConnection:
             self._wake_at(min(_WAKE_BYTES, sum(map(len, buffers))))
             count = await self._retry(self._receive_once, False, _batch(buffers))
             if count == 0:
-                raise PeerLost("the other side closed the line")
+                raise PeerLost("the other side closed the connection")
             buffers, moved = _rest(buffers, count), moved + count
             if moved >= _BATCH_BYTES and buffers:
                 moved = 0
@@ -223,13 +223,13 @@ class SocketConnection:
     async def _retry(self, operation: Callable, writes: bool, *args):
         while True:
             if self._closed:
-                raise PeerLost("the line was closed")
+                raise PeerLost("the connection was closed")
             try:
                 return operation(*args)
             except (BlockingIOError, InterruptedError):
                 await self._ready(writes)
             except OSError as error:
-                raise PeerLost(f"the line broke: {error}") from error
+                raise PeerLost(f"the connection broke: {error}") from error
 
     async def _ready(self, writes: bool) -> None:
         """Wait until the socket can be read or written. Raises PeerLost after SILENCE_S, or when the connection is

@@ -174,7 +174,7 @@ async def _gateway(target: str, access: Access, found: Found, report: Findings) 
         report.say("gateway", target, f"ready, {num_workers} workers")
     for view in fleet.workers:
         if view.state == "left":
-            report.note("gateway", target, f"{view.address} was drained, and has not come back")
+            report.note("gateway", target, f"{view.address} has not come back: {view.reason}")
             continue
         addresses = found.prefill if view.role == "prefill" else found.decode
         if view.address not in addresses:

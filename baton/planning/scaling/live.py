@@ -101,7 +101,8 @@ class FleetWatch:
             for view in look.workers.workers:
                 if view.address not in found or view.state == "serving":
                     found[view.address] = view
-        self._known = {*found}
+        # A placed worker that drained may be restarting: then it is counted by its launcher.
+        self._known = {address for address, view in found.items() if view.state not in ("draining", "left")}
         serving: dict[str, int] = dict.fromkeys(ROLES, 0)
         starting: dict[str, int] = dict.fromkeys(ROLES, 0)
         self.workers = {role: [] for role in ROLES}

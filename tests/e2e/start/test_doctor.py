@@ -355,7 +355,7 @@ async def test_a_worker_that_was_taken_away_is_no_warning(capsys):
     server.stop(0)
     assert [(one.status, one.text) for one in report.found] == [
         ("ok", "ready, 0 workers"),
-        ("note", "127.0.0.1:9 was drained, and has not come back"),
+        ("note", "127.0.0.1:9 has not come back: it drained"),
     ]
     assert not found.decode and not found.unused
 

@@ -339,7 +339,7 @@ def test_a_ticket_that_is_in_use_is_refused(name, caplog, monkeypatch):
             fetching = asyncio.create_task(rig.fetch(offer, destination))
             await until(lambda: destination.upto == [64], "the first span")
             thief = rig.make_fetcher(b"decode-0", 22)
-            with pytest.raises(errors.TicketRefused, match="another line"):
+            with pytest.raises(errors.TicketRefused, match="another connection"):
                 await thief.fetch(offer.handle, offer.ticket, stolen, float("inf"))
             assert stolen.upto == [] and "shown a second time" in caplog.text
             rig.source.finish("k")

@@ -187,7 +187,7 @@ async def test_what_was_on_its_way_as_it_failed_does_not_wait_for_the_collector(
         buffer = Buffer()
         held.append(weakref.ref(buffer))
         await asyncio.sleep(in_s)
-        raise PeerLost("the line broke")
+        raise PeerLost("the connection broke")
 
     gc.disable()
     try:

@@ -164,7 +164,7 @@ async def test_a_line_that_is_closed_wakes_who_waits():
     receiving = asyncio.create_task(there.receive())
     await asyncio.sleep(0)
     there.close()
-    with pytest.raises(PeerLost, match="the line was closed"):
+    with pytest.raises(PeerLost, match="the connection was closed"):
         await receiving
     here.close()
 

@@ -77,6 +77,17 @@ def test_what_is_refused_comes_and_makes_no_request_shorter():
     assert scaler.decide(seen) == before, "where all was refused, the lengths are the last that are known"
 
 
+@pytest.mark.parametrize("state", ["draining", "left"])
+def test_a_placed_worker_that_drains_to_restart_counts_as_starting(state):
+    """Another was started beside it, for each drain that took longer than a look."""
+    watch = FleetWatch(FlatModel())
+    placed = [Placed("decode", worker(number).address) for number in (1, 2)]
+    watch.note({"a": look([worker(1), worker(2)])}, 0)
+    seen = watch.note({"a": look([worker(1), worker(2, state=state)], uptime=160)}, 60)
+    seen = watch.with_placed(seen, placed)
+    assert (seen.serving["decode"], seen.starting["decode"]) == (1, 1)
+
+
 def test_gateways_are_added_up_and_workers_count_once():
     watch = FleetWatch(FlatModel())
     both = {"a": look([worker(1)]), "b": look([worker(1, state="connecting"), worker(2)])}

@@ -135,7 +135,7 @@ class OutboxDouble:
         return found[0]
 
 
-class LifecycleHarness:
+class LegMachineHarness:
     """The keys of a worker among doubles, and commands to give them. `engine`: a real one instead of the double."""
 
     def __init__(self, resume_window_s: float = 60.0, engine=None, table=TABLE):

@@ -13,7 +13,7 @@ from baton.v1 import worker_pb2 as pb
 from baton.worker.legs.states import LegEvent, LegState
 from baton.worker.wire.end_status import Status
 from kvtransfer.transfer.fetcher import FetchReport
-from tests.support.worker.doubles import LEASE_ID, LifecycleHarness, make_spec
+from tests.support.worker.doubles import LEASE_ID, LegMachineHarness, make_spec
 
 KEY, OTHER = Key("one", 1), Key("one", 2)  # of two attempts at the same request
 REPORT = FetchReport(3, 12, 8, "shm", "exact", 0.1, 0.01, "because")
@@ -56,7 +56,7 @@ _COMMANDS = {
 }
 
 
-def make_happen(harness: LifecycleHarness, event: LegEvent) -> None:
+def make_happen(harness: LegMachineHarness, event: LegEvent) -> None:
     """In the way in which the event does happen."""
     leg, dispatcher, intake = harness.leg(KEY), harness.dispatcher, harness.intake
     match event:
@@ -95,7 +95,7 @@ def make_happen(harness: LifecycleHarness, event: LegEvent) -> None:
 
 
 def run(check) -> None:
-    harness = LifecycleHarness()
+    harness = LegMachineHarness()
 
     async def main():
         check(harness)
@@ -103,6 +103,6 @@ def run(check) -> None:
     asyncio.run(main())
 
 
-def bring_to(harness: LifecycleHarness, state: LegState) -> None:
+def bring_to(harness: LegMachineHarness, state: LegState) -> None:
     for step in PATHS[state]:
         make_happen(harness, step)

@@ -12,7 +12,7 @@ from baton.v1 import worker_pb2 as pb
 from baton.worker.legs.states import LegEvent, LegState
 from baton.worker.observe.spans import Spans
 from baton.worker.wire.outbox import Outbox
-from tests.support.worker.doubles import LifecycleHarness
+from tests.support.worker.doubles import LegMachineHarness
 from tests.support.worker.key_paths import DONE, KEY, bring_to, make_happen
 
 
@@ -36,7 +36,7 @@ def emitted(monkeypatch) -> dict[str, Emitted]:
     return spans
 
 
-def emit(harness: LifecycleHarness) -> None:
+def emit(harness: LegMachineHarness) -> None:
     """Draw the leg that has ended."""
     (leg,) = harness.ended
     leg.outbox = Outbox(cast(Any, None))
@@ -44,12 +44,12 @@ def emit(harness: LifecycleHarness) -> None:
     Spans("tiny").emit(leg)
 
 
-def cancel(harness: LifecycleHarness, is_answered: bool) -> None:
+def cancel(harness: LegMachineHarness, is_answered: bool) -> None:
     harness.dispatch(cancel=pb.Cancel(key=pb.Key(request_id=KEY.request_id, attempt=KEY.attempt), answered=is_answered))
 
 
 async def test_a_prompt_behind_a_fetched_prefix_is_read_when_that_is_here(emitted, monkeypatch):
-    harness = LifecycleHarness()
+    harness = LegMachineHarness()
     for event in (LegEvent.ADMIT, LegEvent.FETCH, LegEvent.FETCHED):
         make_happen(harness, event)
     fetched_at = time.monotonic() + 5.0
@@ -74,7 +74,7 @@ ENDINGS = {
 @pytest.mark.parametrize("ending", ENDINGS)
 async def test_how_the_answer_ended_is_on_the_spans_of_its_decoding(emitted, ending):
     """By a stop string it ends at the gateway, which cancels what goes on here."""
-    harness = LifecycleHarness()
+    harness = LegMachineHarness()
     bring_to(harness, LegState.RUNNING)
     if ending == "deadline":
         make_happen(harness, LegEvent.DEADLINE)
@@ -89,7 +89,7 @@ async def test_how_the_answer_ended_is_on_the_spans_of_its_decoding(emitted, end
 
 async def test_a_fetch_that_the_end_of_the_answer_stops_is_no_cancelled_one(emitted):
     """As where the first token is the last."""
-    harness = LifecycleHarness()
+    harness = LegMachineHarness()
     bring_to(harness, LegState.FETCHING)
     cancel(harness, is_answered=True)
     harness.engine_ends(KEY, "cancelled")

@@ -20,7 +20,7 @@ from kvtransfer.naming import chain_hashes
 from kvtransfer.transfer.fetcher import FetchReport
 from tests.engine.schedule.test_scheduling import prompt
 from tests.support.engine.toys import ROOT, VOCAB, Collector, copy_kv, make_request, toy_answer, toy_engine
-from tests.support.worker.doubles import LifecycleHarness, make_spec
+from tests.support.worker.doubles import LegMachineHarness, make_spec
 
 NUM_TOKENS = 70
 FETCHED = FetchReport(NUM_TOKENS, 12, 8, "shm", "exact", 0.1, 0.01, "because")
@@ -120,7 +120,7 @@ def firsts(draw) -> list[pb.FirstToken]:
     return draw(st.lists(made, max_size=4))
 
 
-class ToyHarness(LifecycleHarness):
+class ToyHarness(LegMachineHarness):
     """Commands with a real engine over a toy model, and a key in it that is not one of the bad one's business."""
 
     def __init__(self):
@@ -227,7 +227,7 @@ def test_what_would_fail_a_step_is_refused_by_name(field, change):
 
 async def test_the_name_of_a_key_that_goes_on_by_another_is_taken():
     """Its tokens still come by the engine's name, which no other key may have until then."""
-    harness, key = LifecycleHarness(), Key("one", 1)
+    harness, key = LegMachineHarness(), Key("one", 1)
     first, second = key_to_proto(key), pb.Key(request_id="one", attempt=2)
     harness.dispatch(admit=pb.Admit(key=first, spec=make_spec()))
     harness.dispatch(fetch=pb.Fetch(key=first))
@@ -247,7 +247,7 @@ async def test_the_name_of_a_key_that_goes_on_by_another_is_taken():
 
 
 async def test_a_token_that_cannot_be_told_ends_its_key_alone():
-    harness = LifecycleHarness()
+    harness = LegMachineHarness()
     keys = [Key(name) for name in ("bad", "good")]
     for key in keys:
         harness.dispatch(prefill=pb.Prefill(key=key_to_proto(key), spec=make_spec()))

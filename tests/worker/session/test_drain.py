@@ -16,7 +16,7 @@ from baton.worker.session.drain import Drain
 from baton.worker.settings import WorkerSettings
 from tests.support.models import make_model
 from tests.support.pace import patience
-from tests.support.worker.doubles import LifecycleHarness
+from tests.support.worker.doubles import LegMachineHarness
 from tests.support.worker.key_paths import bring_to
 from tests.support.worker.scripted import LegEnded, Pair, Session, make_spec, run, run_pair
 from tests.worker.session.test_parking import PROMPT, begin, decode_worker, spec_of, whole
@@ -258,7 +258,7 @@ def test_what_cannot_be_asked(model, request_, field):
 
 
 async def test_a_sequence_that_nobody_reads_is_not_waited_for():
-    harness, ended = LifecycleHarness(), []
+    harness, ended = LegMachineHarness(), []
     bring_to(harness, LegState.ORPHANED)
     drain = Drain(harness.dispatcher, SimpleNamespace(outboxes=(), hang_up=lambda: ended.append(True)), grace_s=3000)
     assert drain.ask("", 0) == 0 and harness.dispatcher.legs

@@ -19,7 +19,7 @@ from baton.worker.legs.states import LegEvent, LegState
 from baton.worker.wire.end_status import Status
 from kvtransfer.transfer.leases import LeaseEnding
 from tests.support.engine.toys import toy_engine
-from tests.support.worker.doubles import LifecycleHarness, OutboxDouble, make_spec
+from tests.support.worker.doubles import LegMachineHarness, OutboxDouble, make_spec
 from tests.support.worker.key_paths import DONE, KEY, OTHER, PATHS, attach, bring_to, make_happen, run
 
 
@@ -65,7 +65,7 @@ def test_a_budget_that_is_used_up_costs_nothing():
 
 def test_a_grant_that_is_not_used_lapses():
     async def main():
-        harness = LifecycleHarness()
+        harness = LegMachineHarness()
         harness.dispatch(admit=pb.Admit(key=pb.Key(request_id=KEY[0], attempt=KEY[1]), spec=make_spec(budget_ms=200)))
         while not harness.engine.count("cancel"):
             await asyncio.sleep(0.005)
@@ -117,7 +117,7 @@ def test_a_prompt_whose_adapter_has_no_slot_is_refused_at_once(monkeypatch):
         engine = toy_engine()
         monkeypatch.setattr(engine.adapters, "find", find)
         monkeypatch.setattr(engine.adapters, "wait", lambda identity: pytest.fail("the event loop waits"))
-        harness, spec = LifecycleHarness(engine=engine), make_spec(adapter=bytes(32))
+        harness, spec = LegMachineHarness(engine=engine), make_spec(adapter=bytes(32))
         spec.pooling.SetInParent()
         harness.dispatch(prefill=pb.Prefill(key=pb.Key(request_id="r"), spec=spec))
         assert harness.outbox.only("refused").reason == "adapter_loading" and not harness.dispatcher.legs
@@ -269,7 +269,7 @@ def test_only_the_same_request_is_gone_on_with(fields):
 
 def test_nobody_comes():
     async def main():
-        harness = LifecycleHarness(resume_window_s=0.05)
+        harness = LegMachineHarness(resume_window_s=0.05)
         bring_to(harness, LegState.ORPHANED)
         while not harness.engine.count("cancel"):
             await asyncio.sleep(0.005)
@@ -290,7 +290,7 @@ def test_a_prompt_that_is_still_read_here_is_not_parked():
 
 def test_a_parked_sequence_meets_the_deadline_of_who_attached():
     async def main():
-        harness = LifecycleHarness()
+        harness = LegMachineHarness()
         bring_to(harness, LegState.ORPHANED)
         harness.dispatch(harness.other, attach=attach(budget_ms=30))
         while not harness.engine.count("cancel"):

@@ -17,7 +17,7 @@ from baton.worker.session.endings import ignore, refuse_in_use
 from baton.worker.session.leg_machine import LegTransition
 from baton.worker.session.table import join_tables
 from decode_worker.parking import attach as attach_action
-from tests.support.worker.doubles import TABLE, LifecycleHarness, make_spec
+from tests.support.worker.doubles import TABLE, LegMachineHarness, make_spec
 from tests.support.worker.key_paths import KEY, OTHER, PATHS, make_happen
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -48,7 +48,7 @@ def test_every_event_in_every_state(state, event):
 
 
 async def _check_cell(state: LegState, event: LegEvent) -> None:
-    harness, cell = LifecycleHarness(), TABLE[state, event]
+    harness, cell = LegMachineHarness(), TABLE[state, event]
     if event is LegEvent.REFUSED and state in OPENED_BY:
         _check_refused(harness, OPENED_BY[state])
         return
@@ -87,7 +87,7 @@ async def _check_cell(state: LegState, event: LegEvent) -> None:
         _check_ended(harness.outbox.only("ended"), state, event, cell)
 
 
-def _check_refused(harness: LifecycleHarness, opening: LegEvent) -> None:
+def _check_refused(harness: LegMachineHarness, opening: LegEvent) -> None:
     """The answer is all that is left of it: it was in this state only while its command was obeyed."""
     for call in ("admit", "accept", "submit", "offer"):
         harness.engine.answer[call] = Refusal("kv_full", 0.25)
@@ -97,7 +97,7 @@ def _check_refused(harness: LifecycleHarness, opening: LegEvent) -> None:
     assert harness.outbox.kinds() == ["refused"] and not harness.dispatcher.legs and not harness.ended
 
 
-def _check_attached(harness: LifecycleHarness, state: LegState) -> None:
+def _check_attached(harness: LegMachineHarness, state: LegState) -> None:
     """Its output so far moves to the new key; the old key, if it lives, is notified."""
     assert harness.other.kinds() == ["granted", "ended"]
     for event in harness.other.events:
@@ -132,7 +132,7 @@ async def test_an_action_leaves_its_key_in_a_state_that_its_cell_lists():
     for path in (*PATHS.values(), (LegEvent.PREFILL_HERE,), (*PATHS[LegState.ORPHANED], LegEvent.ENGINE_ENDED)):
         for event in set(LegEvent) - {LegEvent.REFUSED, LegEvent.ALL_BACK}:  # which are part of another event
             for is_gone in (False, True):
-                harness = LifecycleHarness(
+                harness = LegMachineHarness(
                     table={place: _watched(place, cell, reached) for place, cell in TABLE.items()}
                 )
                 for step in path:
@@ -144,7 +144,7 @@ async def test_an_action_leaves_its_key_in_a_state_that_its_cell_lists():
     assert others <= reached, others - reached
 
 
-def _let_with(harness: LifecycleHarness, event: LegEvent, is_gone: bool) -> None:
+def _let_with(harness: LegMachineHarness, event: LegEvent, is_gone: bool) -> None:
     if is_gone:
         harness.engine.answer |= dict.fromkeys(("start", "resume", "compute_rest"), LookupError("it has ended"))
         harness.engine.answer["offer"] = Acceptance((), 0)

@@ -22,7 +22,7 @@ from baton.service.exits import WRONG_USE
 from baton.service.logs import NAME_VARIABLE
 from baton.service.progress import PREFIX
 
-_KEEPER_LINE = re.compile(r"(?:ready|draining)(?: [a-z_]+=\S+)+")  # lines that are for the keeper
+_KEEPER_LINE = re.compile(r"ready(?: [a-z_]+=\S+)+|draining next=\S+")  # lines that are for the keeper
 _LINE_BYTES, _GIB = 1 << 20, 1 << 30
 _HOLD_S = 30.0  # a start that takes longer should be watched
 _KILLED_S = 5.0  # in which a killed process ends, unless its GPU's driver holds it
