@@ -19,14 +19,14 @@ from baton.constraints.constraint import BadConstraint, Constraint
 from baton.constraints.frames import MAX_CPU_S, write_frame
 from baton.constraints.grammar import Grammar, Vocabulary
 
-MAX_GROWTH = 512 << 20  # bytes, over what the tokenizer takes
-MAX_MASK_S = 0.1  # of one token: all answers of a step wait for it
-_STEPS = 48  # of a walk through the grammar, to see what masks take
-_NICE = 10  # requests that run go first
+MAX_GROWTH = 512 << 20  # bytes, in addition to the memory of the tokenizer
+MAX_MASK_S = 0.1  # for one token: all answers of a step wait for its mask
+_STEPS = 48  # tokens of a walk through the grammar, which measures the time of its masks
+_NICE = 10  # running requests go first
 
 
 def main() -> int:
-    """Serve standard input until it ends."""
+    """Check the constraints on standard input until it ends, and return the exit code."""
     os.nice(_NICE)
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     first = _read_frame()

@@ -11,10 +11,10 @@ from baton.constraints.json_patterns import repeats_for_good, rewrite_classes
 from baton.constraints.json_schema import check_schema, check_support, rewrite_schema
 from baton.lines import one_line
 
-MAX_BYTES = 128 << 10  # of one constraint: compiling takes up to 2 s for as much
+MAX_BYTES = 128 << 10  # of one constraint: one of this size takes up to 2 s to compile
 MAX_CHOICES = 4096
-MAX_TOKEN_IDS = 1 << 20  # of a vocabulary: each is a place in it, also those that no token has
-MAX_DEPTH = 64  # of brackets in brackets
+MAX_TOKEN_IDS = 1 << 20  # of a vocabulary: ids without a token take room in it too
+MAX_DEPTH = 64  # of nested brackets
 _PAIRS = {")": "(", "]": "[", "}": "{"}
 _DIRECTIVES = ("%import", "%ignore", "%declare")
 _NO_OPTIONS = "%llguidance {}"  # how guidance begins each grammar
@@ -31,7 +31,7 @@ class BadConstraint(ValueError):
 class Constraint(NamedTuple):
     """A constraint on an answer."""
 
-    kind: str  # as the field of the contract: json_schema, json_object, regex, choice, grammar
+    kind: str  # the name of the field in the contract: json_schema, json_object, regex, choice, grammar
     text: str  # json_object: empty; choice: a JSON array of the texts
 
 
@@ -94,14 +94,14 @@ def _choices(texts: list[str]) -> str:
     for index, text in enumerate(texts):
         if not text:
             raise BadConstraint(f"texts[{index}]", "is empty")
-    # One lexeme: as rules of their own 2,000 texts would be 2,000 rows of the parser.
+    # All texts are one lexeme: as a rule each, 2,000 texts would be 2,000 rows of the parser.
     return "start: TEXT\nTEXT: " + " | ".join(map(quoted, texts))
 
 
 def quoted(text: str) -> str:
-    """Return an expression of a grammar for just this text. Brackets in it are escaped: who counts how deep a grammar
-    nests them knows no texts, and the object that each tool's call begins is closed in another text. So is what Lark
-    has no place for."""
+    """Return an expression of a grammar that matches just this text. Brackets in it are escaped, because `_check_depth`
+    counts those in texts too, and the object that a tool's call opens in one text is closed in another. Characters that
+    Lark does not allow are escaped as well."""
     return re.sub(r"[][(){}\x7f-\x9f]", lambda found: f"\\u{ord(found[0]):04x}", json.dumps(text, ensure_ascii=False))
 
 

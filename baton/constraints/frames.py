@@ -2,7 +2,7 @@
 
 from typing import BinaryIO
 
-MAX_CPU_S = 2.0  # of one constraint
+MAX_CPU_S = 2.0  # for one constraint
 
 
 def write_frame(stream: BinaryIO, data: bytes) -> None:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from baton.constraints.constraint import BadConstraint, check_size, quoted
 
-_HEAD = re.compile(r"^[ \t]*[A-Za-z0-9_-]+[ \t]*::=", re.MULTILINE)  # how a rule begins, and nothing in Lark
+_HEAD = re.compile(r"^[ \t]*[A-Za-z0-9_-]+[ \t]*::=", re.MULTILINE)  # how a rule begins, unlike anything in Lark
 _TOKEN = re.compile(
     r"""(?P<blank>\s+|\#[^\n]*)
     |(?P<name>[A-Za-z0-9_-]+)(?P<head>\s*::=)?
@@ -111,7 +111,7 @@ def _lark_name(index: int, name: str, is_terminal: bool) -> str:
 def _expression(tokens: Iterable[_Token], known: dict[str, str], is_regular: bool) -> list[str]:
     """Return the body of a rule in Lark. `known`: names in Lark; `is_regular`: the grammar is one lexeme."""
     parts, open_lines = list[str](), list[int]()
-    before = ""  # kind of the token before, in the same sequence
+    before = ""  # kind of the previous token in the same sequence; "": the sequence has just begun
     for line, kind, value in tokens:
         if kind == "times":
             if before in ("", "times"):
@@ -158,7 +158,7 @@ def _atom(line: int, kind: str, value: str, known: dict[str, str], is_regular: b
 
 
 def _characters(line: int, value: str) -> str:
-    """Return an expression for one of the characters in brackets."""
+    """Return an expression for a class of characters, from what its brackets hold."""
     is_inverted = value.startswith("^")
     found = list(_CHARACTER.finditer(value, 1 if is_inverted else 0))
     parts, at = list[str](), 0

@@ -12,16 +12,16 @@ from tokenizers import AddedToken, Tokenizer
 from baton.constraints.constraint import MAX_TOKEN_IDS, BadConstraint, Constraint, grammar_of
 from baton.lines import one_line
 
-# A token that no model has: where the grammar may end, its bit says so, whatever the model's own ends are.
+# A token that no model has. Its bit says that the grammar may end here, whatever stop tokens the model has.
 END = "<|end of the grammar|>"
-_EMPTY_MASK = "NoExtensionBias"  # what the library says where no token may be next
+_EMPTY_MASK = "NoExtensionBias"  # the library's message when no token may be next
 _NO_TEXT = "no text of this vocabulary keeps to it"
 WORD_BITS = 32
 _OVERLAP = "oneOf of schemas that may overlap is not supported: give anyOf, or each a property with a const of its own"
 
 
 class Vocabulary:
-    """The token ids of one model, as grammars see them. Immutable: threads may share it."""
+    """The token ids of one model, as grammars see them. It is immutable, so threads may share it."""
 
     def __init__(self, tokenizer_json: bytes, vocab_size: int):
         """Read the tokenizer. `vocab_size` is the model's, which may be smaller or larger than the tokenizer's. Raises
@@ -38,7 +38,7 @@ class Vocabulary:
             self._tokenizer = LLTokenizer(tokenizer.to_str(), eos_token=self.end_id)
         except Exception as error:  # both libraries raise bare Exception
             raise ValueError(f"no grammars over this tokenizer: {one_line(error, 200)}") from None
-        self.num_known_words = -(-self._tokenizer.vocab_size // WORD_BITS)  # of a mask, those that the library writes
+        self.num_known_words = -(-self._tokenizer.vocab_size // WORD_BITS)  # words of a mask that the library writes
         self.num_words = max(self.num_known_words, -(-vocab_size // WORD_BITS))
 
     def compile(self, constraint: Constraint) -> "Grammar":
@@ -49,7 +49,7 @@ class Vocabulary:
         if matcher.is_error():
             raise BadConstraint("", _message(matcher.get_error()))
         cursor, mask = GrammarCursor(self, matcher.deep_copy()), self.new_masks(1)[0]
-        if not cursor.fill(mask) or not mask.any():  # rules that need themselves, a sum of bounds that leaves nothing
+        if not cursor.fill(mask) or not mask.any():  # endless recursion, or bounds that leave nothing
             raise BadConstraint("", cursor.problem or _NO_TEXT)
         return Grammar(self, matcher)
 
@@ -76,7 +76,7 @@ class GrammarCursor:
 
     def __init__(self, vocabulary: Vocabulary, matcher: LLMatcher, num_read: int = 0):
         self.num_read = num_read
-        self.may_end = False  # as the last mask said
+        self.may_end = False  # at the last mask
         self._vocabulary, self._matcher = vocabulary, matcher
 
     @property

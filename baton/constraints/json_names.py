@@ -11,8 +11,8 @@ from baton.constraints.json_numbers import values_in
 from baton.constraints.json_patterns import asks_for_controls
 
 _ANY_NAME = "^(?s:.*)$"
-# With these in a schema names stay as they are: the library takes no patterns that overlap, counts properties only
-# where there are none, and would not find what a reference leads to.
+# A schema with one of these keeps its names as they are: the library accepts no overlapping patterns, counts properties
+# only where there are no patterns, and would not find the target of a reference.
 _AS_THEY_ARE = re.compile(r'"(?:patternProperties|minProperties|maxProperties)": |"\$ref": "[^"]*/additionalProperties')
 _CONTROLS = re.compile(r"[\x00-\x1f\x7f]")
 ESCAPES_WITHOUT_U = 'nrbtf\\"'  # each name has one spelling with these
@@ -55,7 +55,7 @@ def is_plain(name: str) -> bool:
 
 
 def check_counts(schema: Mapping[str, Any]) -> tuple[str, str] | None:
-    """Return what is wrong with a bound on the number of properties, as (place, reason), or None."""
+    """Return the problem with a bound on the number of properties, as (place, reason), or None."""
     least, required = schema.get("minProperties"), schema.get("required")
     if not isinstance(least, int) or (
         schema.get("additionalProperties") is False and not schema.get("patternProperties")
@@ -65,7 +65,7 @@ def check_counts(schema: Mapping[str, Any]) -> tuple[str, str] | None:
 
 
 def check_texts(schema: Mapping[str, Any]) -> tuple[str, str] | None:
-    """Return which text of a const, enum or pattern cannot be written without `\\u`, as (place, reason), or None."""
+    """Return the text of a const, enum or pattern that needs `\\u` to be written, as (place, reason), or None."""
     if isinstance(pattern := schema.get("pattern"), str) and asks_for_controls(pattern):
         return "/pattern", _NOT_WRITTEN
     for keyword in ("const", "enum"):

@@ -33,8 +33,8 @@ def check_numbers(schema: Mapping[str, Any]) -> tuple[str, str] | None:
 
 
 def with_multiples(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a schema whose bounds are multiples of its `multipleOf`: of one with more digits the library keeps out
-    what begins with the same digits."""
+    """Return a schema whose bounds are multiples of its `multipleOf`. With a bound of more digits the library would
+    exclude numbers that begin with the same digits."""
     step, kept = schema.get("multipleOf"), {**schema}
     if not _is_number(step) or not 0 < step < math.inf or _STEPS.keys().isdisjoint(schema):
         return kept
@@ -42,7 +42,7 @@ def with_multiples(schema: Mapping[str, Any]) -> dict[str, Any]:
     for keyword, tighter, sign in (("minimum", max, 1), ("maximum", min, -1)):
         open_name = f"exclusive{keyword.capitalize()}"
         bound, _ = _bound(schema, keyword, open_name, tighter)
-        if not abs(bound) < 2**53:  # there is none, or not each of its digits counts
+        if not abs(bound) < 2**53:  # there is no bound, or its digits are not exact
             continue
         steps = sign * Fraction(repr(bound)) / exact
         inner = sign * math.ceil(steps) * exact
@@ -129,7 +129,7 @@ def _bound(
 ) -> tuple[float, bool]:
     """Return the tighter of two bounds, NaN for none, and whether it is exclusive."""
     closed, opened = schema.get(closed_name), schema.get(open_name)
-    if opened is True:  # as draft 4 has it
+    if opened is True:  # as in draft 4
         opened = closed
     bound = tighter(filter(_is_number, (closed, opened)), default=math.nan)
     return bound, bound == opened

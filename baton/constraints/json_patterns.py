@@ -5,22 +5,22 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-# A bracket that closes a class at once is a character of it. One without an end is a match too: looked for behind each
-# bracket, an end that is missing takes time as the square of the text.
+# A closing bracket right after the opening one is a character of the class. A class without an end matches too: to look
+# for a missing end after each bracket would take time quadratic in the length of the text.
 _CLASSES = re.compile(r"\\.|\[(?P<not>\^?)(?P<of>\]?(?:\\.|[^]\\])*)(?:(?P<end>\])|\\?\Z)", re.DOTALL)
 _LOOK_AROUND = re.compile(r"\(\?<?[=!]")
 _POSSESSIVE = re.compile(r"(?:[*+?]|\{[0-9,]+\})\+")
-_DOT = r"[[^\n\r\x{2028}\x{2029}]&&[^\x00]]"  # the library's own has all but the first of these
+_DOT = r"[[^\n\r\x{2028}\x{2029}]&&[^\x00]]"  # the library's own dot excludes the first of these only
 _CLASSES_AND_DOTS = re.compile(rf"{_CLASSES.pattern}|(?P<dot>\.)", re.DOTALL)
-_DOT_ALL = re.compile(r"(?<!\\)(?:\\\\)*\(\?[a-zA-Z]*s")  # not of ECMA-262
-# A character of a class, or a range. The library reads classes in classes, and operators between them.
+_DOT_ALL = re.compile(r"(?<!\\)(?:\\\\)*\(\?[a-zA-Z]*s")  # ECMA-262 has no such inline flag
+# A character of a class, or a range. The library would read nested classes, and operators between them.
 _MEMBERS = re.compile(r"(\\.|.)(?:-(\\.|.))?", re.DOTALL)
 _ESCAPED = frozenset("[]&-~")
-_KINDS = frozenset(rf"\{kind}" for kind in "dDsSwW")  # no ends of a range: the hyphen is one more character
-# The library's own have U+0085, and not U+FEFF.
+_KINDS = frozenset(rf"\{kind}" for kind in "dDsSwW")  # cannot end a range: the hyphen beside one is a character
+# The library's own include U+0085 and lack U+FEFF.
 _SPACES = {r"\s": r"[[\s\x{feff}]--\x{85}]", r"\S": r"[[\S\x{85}]--\x{feff}]"}
 _ESCAPES = re.compile(r"\\.", re.DOTALL)
-# Control characters that JSON writes with \\u, what else is escaped, and classes.
+# Control characters that JSON writes with \\u, or any other escape, or a class.
 _CONTROLS = re.compile(
     r"(?P<control>[\x00-\x07\x0b\x0e-\x1f\x7f]|\\(?:[v0c]|(?:x|u00)(?:0[0-7bBeEfF]|1[0-9a-fA-F]|7[fF])))"
     rf"|{_CLASSES.pattern}",
@@ -34,8 +34,8 @@ def rewrite_classes(regex: str) -> str:
 
 
 def repeats_for_good(regex: str) -> bool:
-    """Return whether what is repeated is given back to nothing behind it, as Python's re has it: to the library this is
-    a repetition of repetitions."""
+    """Return whether a regular expression has possessive repetition, as of Python's re. The library would read it as a
+    repetition of a repetition."""
     return bool(_POSSESSIVE.search(_CLASSES.sub("x", regex)))
 
 
@@ -73,11 +73,11 @@ def asks_for_controls(pattern: str) -> bool:
 
 
 def has_look_around(pattern: object) -> bool:
-    """Return whether a pattern looks ahead or behind, which the library has no grammar for."""
+    """Return whether a pattern has look-around, which the library does not support."""
     return isinstance(pattern, str) and bool(_LOOK_AROUND.search(_CLASSES.sub("x", pattern)))
 
 
-# Those that the library keeps to; any other one is a note, as JSON Schema has it (2020-12, 7.2.1).
+# Formats that the library enforces; any other is an annotation, as JSON Schema has it (2020-12, 7.2.1).
 FORMATS = ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri")
 _LEAP_YEAR = "(?:[0-9]{2}(?:0[48]|[2468][048]|[13579][26])|(?:[02468][048]|[13579][26])00)"
 _LEAP_DAYS = rf"^(?:[0-9]{{4}}-(?:0[13-9]|1[0-2]|02-(?:[01]|2[0-8]))|{_LEAP_YEAR}-02-29)"

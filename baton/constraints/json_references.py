@@ -6,7 +6,7 @@ from graphlib import CycleError, TopologicalSorter
 from typing import Any
 from urllib.parse import unquote
 
-_MAX_DIGITS = 9  # of a place in a list
+_MAX_DIGITS = 9  # of an index into a list
 _ENDLESS = "no text keeps to it: what it needs leads back to it"
 
 

@@ -21,7 +21,7 @@ from baton.constraints.json_references import check_references, referred_to
 if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
 
-# Between two words 20 blanks at most: without an end a model may write blanks for ever.
+# At most 20 blanks between two tokens of JSON: without a bound a model may write blanks for ever.
 _OPTIONS: "JsonCompileOptions" = {
     "lenient": False, "coerce_one_of": False, "whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,20}"
 }  # fmt: skip
@@ -48,8 +48,7 @@ KEYWORDS = {
 _UNKEPT = ("not", "if", "then", "else", "contains", "minContains", "maxContains", "propertyNames", "dependentRequired",
            "dependentSchemas", "dependencies", "unevaluatedItems", "unevaluatedProperties", "$dynamicRef", "$dynamicAnchor",
            "$recursiveRef")  # fmt: skip
-# Keywords of which one says what another is of: with one of the second kind between them, the library would read each
-# alone.
+# Keywords that depend on each other: with one of _BETWEEN between them, the library would read each by itself.
 _TOGETHER = (("properties", "patternProperties", "additionalProperties"), ("items", "additionalItems"),
              ("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum"))  # fmt: skip
 _BETWEEN = ("const", "enum", "allOf", "anyOf", "oneOf", "$ref")
@@ -103,7 +102,7 @@ def _are_listed(schema: Mapping[str, Any], root: Any) -> bool:
 
 
 def _listed_names(names: Any, root: Any) -> list[str] | None:
-    """Return the names that a schema of names lists; None for one that says anything else."""
+    """Return the names that a value of `propertyNames` lists; None if it is anything but a list of plain names."""
     if isinstance(names, dict) and isinstance(reference := names.get("$ref"), str) and len(names) == 1:
         names = referred_to(root, reference)
     if not isinstance(names, dict) or names.get("type", "string") != "string":
@@ -117,7 +116,7 @@ def _listed_names(names: Any, root: Any) -> list[str] | None:
 
 
 def _with_listed_names(schema: Any, root: Any) -> Any:
-    """Return a schema in which objects whose `propertyNames` are listed have these properties."""
+    """Return a schema in which a `propertyNames` that lists names is replaced by `properties` of these names."""
     if not isinstance(schema, dict):
         return schema
     schema = {key: with_inner(key, value, lambda each: _with_listed_names(each, root)) for key, value in schema.items()}
@@ -167,14 +166,14 @@ def with_inner(keyword: str, value: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def part_alone(part: Any, root: Mapping[str, Any], count: Callable[[int], None]) -> dict[str, Any]:
-    """Return a schema within the root as one of its own, with what its references lead to. `count` takes the number of
-    characters of each part, and refuses too many: one that stands in another is written twice."""
+    """Return a schema within the root as one of its own, with the targets of its references as definitions. `count` is
+    called with the number of characters of each part and may raise, as nested targets are written twice."""
     definitions, places, waiting = dict[str, Any](), dict[int, str](), list[Any]()
 
     def placed(schema: Any) -> Any:
         if not isinstance(schema, dict):
             return schema
-        # A base of its own would lead references elsewhere.
+        # An `$id` would redirect the references.
         kept = {keyword: value for keyword, value in schema.items() if keyword not in ("$defs", "definitions", "$id")}
         kept = {keyword: with_inner(keyword, value, placed) for keyword, value in kept.items()}
         reference = schema.get("$ref")
@@ -238,8 +237,8 @@ def _in_order(schema: Mapping[str, Any]) -> Iterable[str]:
 
 
 def _says_nothing(keyword: str, schema: Mapping[str, Any]) -> bool:
-    """Return whether a keyword is left out: the library would refuse it, or read others otherwise. A format that is
-    known stands for a pattern that the library has no grammar for: zod writes both."""
+    """Return whether to leave out a keyword that constrains nothing, as the library would refuse it or misread others.
+    A pattern with look-around is left out beside a known format, as zod writes both."""
     value, text_format = schema[keyword], schema.get("format")
     if keyword == "format":
         return isinstance(value, str) and value not in FORMATS
@@ -256,7 +255,7 @@ def _says_nothing(keyword: str, schema: Mapping[str, Any]) -> bool:
 def _rewritten_value(keyword: str, value: Any, may_rewrite: bool) -> Any:
     if keyword == "pattern" and isinstance(value, str):
         return rewrite_pattern(value)
-    kind = KEYWORDS.get(keyword)  # what a reference leads to may stand where no schema was looked for
+    kind = KEYWORDS.get(keyword)  # a reference may lead to what was not checked as a schema
     if kind == _NAMED and isinstance(value, dict):
         is_pattern = keyword == "patternProperties"
         return {

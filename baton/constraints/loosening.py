@@ -13,8 +13,8 @@ from baton.constraints.json_references import check_references, referred_to
 from baton.constraints.json_schema import has_mixed_names, schemas_in, with_inner
 
 _TYPES = ("string", "boolean", "integer", "number", "array", "object", "null")
-_UNLIKE_GRAMMAR = re.compile(r"(?<!\\)(?:\\\\)*\\[bB1-9]")  # of patterns: ends of words, and references back
-# Where the patterns of names are left out, names that they would allow must not be forbidden.
+_UNLIKE_GRAMMAR = re.compile(r"(?<!\\)(?:\\\\)*\\[bB1-9]")  # in patterns: word boundaries, and back-references
+# Removed along with `patternProperties`, as they would forbid names that its patterns allow.
 _OF_NAMES = ("patternProperties", "additionalProperties", "unevaluatedProperties")
 
 
