@@ -13,13 +13,13 @@ from gateway.request.bottlenecks import seconds_by_bottleneck
 from gateway.request.timing import Measured, Stamps, timing
 from gateway.request.validation import ValidatedRequest
 
-SLOW_WRITE_S = 0.05  # what lasts longer waits for the client, whose HTTP/2 window is full, or for this event loop
+SLOW_WRITE_S = 0.05  # a longer write waited for the client, whose HTTP/2 window is full, or for this event loop
 
 Emit = Callable[[pb.GenerateResponse], Awaitable[None]]
 
 
 class Diverged(Exception):
-    """Tokens of another attempt do not continue, or do not repeat, those that the client has."""
+    """The tokens of another attempt do not repeat or continue those that the client has."""
 
 
 class Answer:
@@ -52,16 +52,16 @@ class Answer:
         emit: Emit,
         on_gap: Callable[[float], None],
     ):
-        """`max_tokens`: where a choice ends at the latest; `parsing`: how the answer is read. `on_gap(gap_s)`: called
-        for each message of a choice after its first, with the time since the one before, divided by its tokens."""
+        """`max_tokens`: the longest that a choice may be. `on_gap(gap_s)` is called for each message of a choice after
+        its first, with the time since the previous message divided by the number of its tokens."""
         self._validated, self._stamps, self._emit, self._on_gap = validated, stamps, emit, on_gap
         self._num_prompt_tokens, self._max_tokens = num_prompt_tokens, max_tokens
         self._interval_s = validated.stream_interval_s
         self._num_flushes = 0
         self._num_sent = 0
-        self.num_slow_writes, self.slow_writes_s = 0, 0.0  # how many, and what they took in all
+        self.num_slow_writes, self.slow_writes_s = 0, 0.0  # their number, and their time in all
         self.prompt: pb.EchoedPrompt | None = None  # for the first message
-        self._prompt_logprobs: Sequence[pb.Logprobs] = ()  # for that too
+        self._prompt_logprobs: Sequence[pb.Logprobs] = ()  # for the first message too
         stops = StopStrings(validated.stops, parsing.spellings) if validated.stops else None
         ends = None if validated.constraint is None else validated.stop_token_ids
         self.choices = [
@@ -84,12 +84,12 @@ class Answer:
 
     @property
     def ended_here(self) -> bool:
-        """Return whether a stop string or a call has ended a choice, which workers do not know."""
+        """Return whether a stop string or a call has ended a choice, which its worker does not notice."""
         return any(choice.ended_here for choice in self.choices)
 
     @property
     def has_begun(self) -> bool:
-        """Return whether there is any token."""
+        """Return whether any choice has a token."""
         return any(choice.token_ids for choice in self.choices)
 
     @property
@@ -116,15 +116,15 @@ class Answer:
         logprobs: Sequence[pb.Logprobs],
         finish_reason: int,
     ) -> None:
-        """Add tokens of choice `index` from output index `first_index` on; known ones must be the same. Raises
-        Diverged; InvalidRequest if the client claims more of a choice than there is."""
+        """Add tokens of choice `index`, the first of which has output index `first_index`. Raises Diverged if they
+        differ from known ones or leave a gap, InvalidRequest if the client claims more tokens than a choice has."""
         if index >= len(self.choices):
             raise Diverged(f"choice {index} was not asked for")
         choice = self.choices[index]
         if choice.is_finished:
             return
         if finish_reason == LENGTH and first_index + len(token_ids) < self._max_tokens:
-            finish_reason = 0  # the worker could hold no more, which is no end: another continues
+            finish_reason = 0  # the worker ran out of room: another worker continues
         num_known = len(choice.token_ids) - first_index
         if num_known < 0:
             raise Diverged(f"choice {index}: token {len(choice.token_ids)} is missing")
@@ -140,8 +140,8 @@ class Answer:
             raise InvalidRequest(where, f"is {choice.num_received}, and this choice ends after {num_tokens} tokens")
 
     def set_prompt_logprobs(self, logprobs: Sequence[pb.Logprobs]) -> None:
-        """Keep the log-probabilities of the prompt for the first message, if they are asked for. Raises Diverged where
-        they are not all there."""
+        """Keep the log-probabilities of the prompt for the first message, if the request asks for them. Raises
+        Diverged if some are missing."""
         if self.has_begun or not self._validated.asks_for_prompt_logprobs:
             return
         if len(logprobs) != self._num_prompt_tokens - 1:
@@ -151,8 +151,8 @@ class Answer:
 
     @property
     def due_at(self) -> float:
-        """Return when tokens that are held back are to be sent (time.monotonic()); inf: there are none. The last
-        message waits for `finish` alone."""
+        """Return when to send the tokens that the stream interval holds back (time.monotonic()); inf if there are none
+        or all choices are finished, as `finish` sends the last message."""
         if not self._interval_s or self.is_finished:
             return math.inf
         held = (choice.sent_at for choice in self.choices if choice.has_pending and choice.sent_at is not None)
@@ -164,7 +164,7 @@ class Answer:
         return bool(self._due())
 
     async def flush(self) -> None:
-        """Send what has come of each choice, and is not held back."""
+        """Send a message for each choice that is due; the last one of a finished answer is left to `finish`."""
         pending = self._due()
         if not pending:
             return
@@ -191,7 +191,7 @@ class Answer:
         await self._send(last, at, usage, durations)
 
     def _due(self) -> list[Choice]:
-        """Return the choices of which something has come that is not held back."""
+        """Return the choices that have something to send which the stream interval does not hold back."""
         pending = [choice for choice in self.choices if choice.has_pending]
         if self._interval_s:
             latest = now() - self._interval_s
@@ -199,7 +199,7 @@ class Answer:
         return pending
 
     def _add_head(self, message: pb.GenerateResponse) -> None:
-        """Add what the first message has, and forget what was asked of the prompt."""
+        """Add the fields of the first message, and drop what was kept of the prompt for it."""
         message.seed = self._validated.seed
         message.request_id = self._validated.request_id
         message.prompt_tokens = self._num_prompt_tokens
@@ -220,7 +220,7 @@ class Answer:
     async def _send(
         self, choice: Choice, at: float, usage: pb.Usage | None = None, durations: pb.Timing | None = None
     ) -> None:
-        """Send what has come of a choice, at `at` (time.monotonic())."""
+        """Send the pending messages of a choice, which count as sent at `at` (time.monotonic())."""
         separate = choice.take_separate() if choice.separate else ()
         num_tokens, message = choice.num_pending, choice.take()
         for each in separate:

@@ -1,4 +1,4 @@
-"""How the answers of one model are read: as plain text, or by the parser of its chat template's format."""
+"""Plan how an answer of one model is read: as plain text, or by the parser of its chat template's format."""
 
 import json
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -16,27 +16,27 @@ from gateway.text.detokenizer import Detokenizer
 from gateway.text.templates import ChatOptions, Conversation
 from gateway.text.tokenizer import Tokenizer
 
-_FIRST = 0x10F000  # a private plane: the characters that stand for control tokens
-_NUM_LAST = 8  # tokens of the prompt that may begin the reasoning
+_FIRST = 0x10F000  # of a private plane: characters that stand for control tokens
+_NUM_LAST = 8  # tokens at the end of the prompt that may open the reasoning
 
 
 class AnswerParsing(NamedTuple):
-    """How the answer of one request is read. `new_parser` None: as plain text."""
+    """How the answer of one request is read."""
 
     detokenizer: Detokenizer
-    new_parser: Callable[[], AnswerParser] | None = None
-    ends_with_call: bool = False  # the first one
-    streams_arguments: bool = False  # of calls
-    constraint: Constraint | None = None  # that the answer keeps to, reasoning and calls included
-    spellings: Mapping[str, str] = NO_SPELLINGS  # of characters that stand for control tokens, their text
-    keeps_space: bool = False  # before its first word: it goes on with a text of the prompt, or a grammar has it
+    new_parser: Callable[[], AnswerParser] | None = None  # None: it is plain text
+    ends_with_call: bool = False  # the first call ends it
+    streams_arguments: bool = False  # arguments of a call are sent as they come
+    constraint: Constraint | None = None  # of the whole answer, reasoning and calls included
+    spellings: Mapping[str, str] = NO_SPELLINGS  # from characters that stand for control tokens to their text
+    keeps_space: bool = False  # a space before the first word stays: it continues a text, or a grammar requires it
 
 
 class AnswerReader:
-    """Choose how an answer is read. Belongs to the event loop."""
+    """Choose how answers of one model are read. It is used by the event loop only."""
 
     def __init__(self, tokenizer: Tokenizer, plain: Detokenizer, answer_format: AnswerFormat | None):
-        """`answer_format`: of the chat template; None: its answers are plain text."""
+        """`answer_format`: the chat template's; None: answers are plain text."""
         self._plain, self._format = plain, answer_format
         ids = {token["content"]: token_id for token_id, token in tokenizer.added.items()}
         self._control_ids = {
@@ -53,8 +53,8 @@ class AnswerReader:
         constraint: Constraint | None = None,
         kept: Collection[str] | None = None,
     ) -> AnswerParsing:
-        """Return how an answer to this prompt is read. What continues a text has no format. Calls of tools that are not
-        strict keep to their schemas as far as they can; `kept`: only those of these, None: all. Raises InvalidRequest
+        """Return how an answer to this prompt is read; without a conversation it is plain text. Calls of tools that are
+        not strict follow their schemas as far as possible: those in `kept`, or all if it is None. Raises InvalidRequest
         for what the model's format cannot do."""
         answer_format = self._format
         if conversation is None:
@@ -69,7 +69,7 @@ class AnswerReader:
         prompt_end = b"".join(self._plain.shown(id_)[1] for id_ in prompt_ids[-_NUM_LAST:]).decode(errors="replace")
         if options.must_call and constraint is not None:
             raise InvalidRequest("constraint", "is of an answer that has to be calls")
-        # What continues a text keeps to its constraint alone, and in harmony has no calls.
+        # An answer that continues a text has no grammar beside its constraint, and in harmony no calls.
         if not options.continues or (constraint is None and not answer_format.is_harmony):
             bound = set(options.strict_tools)
             if options.must_call or constraint is not None:
@@ -91,12 +91,12 @@ class AnswerReader:
         )
 
     def can_call(self, name: str) -> bool:
-        """Return whether an answer can have calls of a tool of this name."""
+        """Return whether an answer can call a tool of this name."""
         return self._format is not None and self._format.can_call(name)
 
     def grammar_of_tool(self, conversation: Conversation, name: str) -> Constraint:
-        """Return the grammar of a call of one tool, which can be called and whose schema is kept to as far as it can
-        be. Raises InvalidRequest."""
+        """Return the grammar of a call of one tool that can be called, with its schema as far as it can be enforced.
+        Raises InvalidRequest."""
         assert self._format is not None and self._format.can_call(name)
         parameters = next(tool["parameters"] for tool in conversation.options.tools if tool["name"] == name)
         asked = GrammarAsked({name: _loosened(name, parameters)}, True, False, None, (name,))
@@ -104,7 +104,7 @@ class AnswerReader:
 
 
 def _check_format(answer_format: AnswerFormat | None, options: ChatOptions) -> None:
-    """Check that there can be the calls that are asked for. Raises InvalidRequest."""
+    """Check that the format allows the calls that the client asks for. Raises InvalidRequest."""
     name = f"the form of this model's answers ({answer_format.name})" if answer_format else "this model's chat template"
     if answer_format is None or answer_format.calls is None:
         if options.must_call:
@@ -121,7 +121,7 @@ def _check_format(answer_format: AnswerFormat | None, options: ChatOptions) -> N
 
 
 def _check_tools(options: ChatOptions, bound: Collection[str]) -> None:
-    """Check what the grammar will have of those whose calls it binds. Raises InvalidRequest."""
+    """Check the schemas of the tools whose calls the grammar binds. Raises InvalidRequest."""
     called = [(index, tool) for index, tool in enumerate(options.tools) if tool["name"] in bound]
     if (num_bytes := parameter_bytes(options, bound)) > MAX_BYTES:  # 720 kB took 0.45 s to walk
         raise InvalidRequest("messages.tools", f"have parameters of {num_bytes} bytes, at most {MAX_BYTES} are allowed")
@@ -137,12 +137,12 @@ def _check_tools(options: ChatOptions, bound: Collection[str]) -> None:
 
 
 def parameter_bytes(options: ChatOptions, names: Collection[str]) -> int:
-    """Return how large the schemas of these tools are together."""
+    """Return the total size of the schemas of these tools, in characters of JSON."""
     return sum(len(json.dumps(tool["parameters"])) for tool in options.tools if tool["name"] in names)
 
 
 def _loosened(name: str, parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what can be kept to of a tool's schema. Raises InvalidRequest where nothing satisfies it."""
+    """Return the part of a tool's schema that can be enforced. Raises InvalidRequest if nothing satisfies it."""
     try:
         return loosened(of_object(parameters))
     except BadConstraint as error:

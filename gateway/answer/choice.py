@@ -11,14 +11,14 @@ from gateway.answer.tool_calls import ToolCalls
 from gateway.parsers.answer_parser import Parsed
 from gateway.text.detokenizer import TextDecoder
 
-_NOTHING = (False, False, False)  # what tokens say: text, reasoning, parts of calls
+_NOTHING = (False, False, False)  # whether tokens add text, reasoning, parts of calls
 STOP, LENGTH, TOOL_CALLS = pb.FINISH_REASON_STOP, pb.FINISH_REASON_LENGTH, pb.FINISH_REASON_TOOL_CALLS
 
 
 class Choice:
-    """Take tokens in order with `push`; `take()` returns the message that may go out now. With log-probabilities the
-    tokens of a message say things of one kind, and those that say nothing stand before others that do, so that a client
-    sees whose they are however many come at once: what does not fit in one message is in `separate`."""
+    """Take tokens in order with `push`, and return the message to send now with `take`. When log-probabilities are
+    requested, a message carries tokens of one kind only (text, reasoning or call), and tokens that add nothing go with
+    the next ones that do, so that a client can attribute each log-probability; other messages wait in `separate`."""
 
     __slots__ = (
         "index",
@@ -57,17 +57,17 @@ class Choice:
         request_id: str = "",
         stop_token_ids: Set[int] | None = None,
     ):
-        """`stops` None: there are none; `num_received`: tokens that the client has from an earlier stream, which are
-        read and not sent again; `request_id`: calls have their ids from it; `stop_token_ids`: None where
-        nothing else can stop it, and not a whole constraint."""
+        """`num_received`: tokens that the client has from an earlier stream, which are parsed but not sent again.
+        `request_id`: the ids of calls derive from it. `stop_token_ids` None: only a stop token stops the choice, as
+        there is no constraint whose completion would do so too."""
         self.index = index
         self.num_received = num_received
         self.token_ids = array("I")
         self.finish_reason = 0
-        self.ended_here = False  # by a stop string or a call: the worker does not know
-        self.sent_at: float | None = None  # its last message
-        self.num_pending = 0  # tokens, the last ones
-        self.separate: list[pb.GenerateResponse] | None = None  # what goes out before the open message; None: nothing
+        self.ended_here = False  # by a stop string or a call, which the worker does not notice
+        self.sent_at: float | None = None  # when its last message was sent
+        self.num_pending = 0  # the last tokens, which are not sent yet
+        self.separate: list[pb.GenerateResponse] | None = None  # messages to send before the open one
         self._decoder: TextDecoder | None = parsing.detokenizer.decoder(parsing.keeps_space)  # None: its end was sent
         self._stops = StopMatcher(stops) if stops else None
         self._min_tokens, self._stop_token_ids = min_tokens, stop_token_ids
@@ -77,30 +77,30 @@ class Choice:
         self._parser = parsing.new_parser and parsing.new_parser()
         self._reasoning = ""
         self._detokenizer, self._keeps_space = parsing.detokenizer, parsing.keeps_space
-        self._calls: ToolCalls | None = None  # until there is a part of one
+        self._calls: ToolCalls | None = None  # None until a part of a call has come
         self._streams_arguments = parsing.streams_arguments
         self._request_id, self._ends_with_call = request_id, parsing.ends_with_call
         self._kinds = _NOTHING  # of the open message
 
     @property
     def is_finished(self) -> bool:
-        """Return whether it has ended."""
+        """Return whether the choice has ended."""
         return self.finish_reason != 0
 
     @property
     def has_pending(self) -> bool:
-        """Return whether tokens, or its end, wait to be sent."""
+        """Return whether tokens, or the end of the choice, wait to be sent."""
         return self.num_pending != 0 or (self.finish_reason != 0 and self._decoder is not None)
 
     def is_due(self, latest: float) -> bool:
-        """Return whether what has come goes out: its first message, its last, and others if the one before went out by
-        `latest` (time.monotonic())."""
+        """Return whether to send what is pending: always for the first message and the last, otherwise if the previous
+        one was sent by `latest` (time.monotonic())."""
         return self.sent_at is None or self.is_finished or self.sent_at <= latest
 
     @property
     def num_reasoning_tokens(self) -> int:
-        """Return how many of its tokens begin within its reasoning, once it has ended. They are found at the end, and
-        not as they come: of those that come together the parser does not say which is which."""
+        """Return how many tokens begin within the reasoning, once the choice has ended. They are not counted earlier
+        because the parser does not tell apart tokens that come together."""
         if self._parser is None:
             return 0
         ends = chain.from_iterable(self._parser.reasoning_spans)
@@ -112,7 +112,7 @@ class Choice:
         return self._calls is not None and self._calls.num_whole > 0
 
     def push(self, token_ids: Sequence[int], logprobs: Sequence[pb.Logprobs], finish_reason: int) -> None:
-        """Add tokens behind the known ones; after the end of the choice they are dropped."""
+        """Append tokens; those after the end of the choice are dropped."""
         is_at_once = self._stops is None and not self._ends_with_call and not logprobs
         if is_at_once and len(self.token_ids) >= self.num_received:
             self._push(token_ids, logprobs, finish_reason)
@@ -124,7 +124,7 @@ class Choice:
             self._push((token_id,), logprobs[position : position + 1], finish_reason if position == last else 0)
 
     def take(self) -> pb.GenerateResponse:
-        """Return what has come since the last time, behind what is in `separate`."""
+        """Return the message to send after those in `separate`, with everything since the last call."""
         message = self._message(len(self.token_ids))
         if self.finish_reason:
             message.finish_reason, message.matched_stop = self.finish_reason, self._matched_stop
@@ -132,12 +132,12 @@ class Choice:
         return message
 
     def take_separate(self) -> list[pb.GenerateResponse]:
-        """Return what goes out before what `take` returns."""
+        """Return the messages to send before the one that `take` returns."""
         taken, self.separate = self.separate or [], None
         return taken
 
     def _message(self, end: int) -> pb.GenerateResponse:
-        """Return the open message, of tokens up to output index `end`."""
+        """Return the open message, with tokens up to output index `end`, and begin a new one."""
         message = pb.GenerateResponse()
         if self.index:
             message.index = self.index
@@ -156,10 +156,10 @@ class Choice:
         return message
 
     def _push(self, token_ids: Sequence[int], logprobs: Sequence[pb.Logprobs], ended: int) -> None:
-        """Add all of these at once, or a single one where the choice may end before the last."""
+        """Append these tokens; only one at a time if the choice may end before the last of several."""
         self.token_ids.extend(token_ids)
         is_new = len(self.token_ids) > self.num_received
-        # A token that stops the choice is no part of its text.
+        # The text does not include the token that stops the choice.
         is_stop = ended == STOP and (self._stop_token_ids is None or token_ids[-1] in self._stop_token_ids)
         piece = self._decoder.push(token_ids[:-1] if is_stop else token_ids)
         if ended:
@@ -182,7 +182,7 @@ class Choice:
                 self._logprobs += logprobs
 
     def _parsed(self, text: str) -> list[Parsed]:
-        """Return what is certain now, with this text."""
+        """Return what the parser has found for certain after this text."""
         if self._parser is None:
             return [Parsed(text)]
         found = [self._parser.push(text)]
@@ -191,7 +191,7 @@ class Choice:
         return found
 
     def _open(self, found: Sequence[Parsed]) -> None:
-        """Have a message to which the last token can come with what it says."""
+        """Begin a new message if the last token adds another kind of thing than the open one has."""
         kinds = tuple(any(getattr(each, name) for each in found) for name in ("content", "reasoning", "calls"))
         if self._kinds not in (_NOTHING, kinds):
             self.separate = self.separate or []
@@ -199,7 +199,7 @@ class Choice:
         self._kinds = kinds
 
     def _keep(self, found: Sequence[Parsed], is_new: bool) -> str:
-        """Return the content; keep reasoning and calls if they are new, and see whether a call ends the choice."""
+        """Return the content; keep reasoning and calls if they are new, and end the choice if a call ends it."""
         content = ""
         for each in found:
             for part in each.calls:
@@ -216,7 +216,7 @@ class Choice:
         return content
 
     def _before_stop(self, piece: str) -> str:
-        """Return the part of `piece` that may go out."""
+        """Return the text that can be sent after `piece`; end the choice if a stop string is complete."""
         if self._stops is None:
             return piece
         text, matched = self._stops.push(piece, may_end=len(self.token_ids) > self._min_tokens)

@@ -1,5 +1,5 @@
-"""Find how an answer is read whose tools may have schemas that no grammar keeps to: those of tools that are not strict
-are given up, each by itself."""
+"""Plan how an answer is read, and give up schemas of tools that cannot be enforced, one by one, unless they are
+strict."""
 
 import json
 from collections.abc import Collection, Sequence
@@ -12,13 +12,13 @@ from gateway.parsers.answer_grammar import of_object
 from gateway.text.templates import ChatOptions, Conversation
 from gateway.text.text_work import TextWork
 
-_MOST_GIVEN_UP = 4  # each may take seconds to be refused; where more are, all are given up
-_MOST_S = 10.0  # for all: of 128 tools each may take a second, before anything is paid
+_MOST_GIVEN_UP = 4  # beyond it all are given up: each may take seconds to be refused
+_MOST_S = 10.0  # for all tools: each of 128 may take a second, before anything is paid
 _FIELD = "messages.tools"
 
 
 class ParsingSearch:
-    """The search for one request."""
+    """Plan how the answer of one request is read."""
 
     def __init__(self, reader: AnswerReader, text: TextWork, tenant: str, deadline: float):
         self._reader, self._text, self._tenant, self._deadline = reader, text, tenant, deadline
@@ -26,8 +26,8 @@ class ParsingSearch:
     async def find(
         self, conversation: Conversation | None, prompt_ids: Sequence[int], constraint: Constraint | None
     ) -> AnswerParsing:
-        """Return how an answer to this prompt is read. Calls of tools that are not strict, and whose schemas cannot be
-        kept to, have any arguments. Raises BatonError."""
+        """Return how an answer to this prompt is read. Calls of tools that are not strict may have any arguments if
+        their schemas cannot be enforced. Raises BatonError."""
         try:
             return await self._find(conversation, prompt_ids, constraint)
         except InvalidRequest as error:
@@ -36,8 +36,8 @@ class ParsingSearch:
             raise
 
     async def _check_strict(self, options: ChatOptions) -> None:
-        """Raises InvalidRequest for a strict tool whose schema cannot be kept to by itself, in its own words: an error
-        of the grammar of all tools has places that nobody knows."""
+        """Raise InvalidRequest for a strict tool whose schema cannot be enforced by itself. Its error names a place in
+        that schema, while an error of the grammar of all tools names places that the client does not know."""
         until = now() + _MOST_S
         for index, tool in enumerate(options.tools):
             if tool["name"] in options.strict_tools and now() < until:
@@ -63,12 +63,12 @@ class ParsingSearch:
             return free
         try:
             return await parsing_with(kept)
-        except InvalidRequest:  # what else is too much together
+        except InvalidRequest:  # the tools are too much for one grammar together
             return free
 
     async def _keepable(self, conversation: Conversation) -> list[str]:
-        """Return the tools that are not strict whose schemas can be kept to, each by itself; none where that takes
-        long."""
+        """Return the tools that are not strict and whose schemas can be enforced, each by itself. Returns none if this
+        takes too long, too many cannot be, or all can be (so that they fail only together)."""
         options, kept = conversation.options, list[str]()
         names = sorted(filter(self._reader.can_call, options.loose_tools))
         if len(names) == 1 or parameter_bytes(options, names) > MAX_BYTES:

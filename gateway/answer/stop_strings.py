@@ -1,5 +1,5 @@
-"""Find stop strings in an answer, across its pieces: one step a character, however many and long they are
-(Aho-Corasick)."""
+"""Find stop strings across the pieces of an answer by Aho-Corasick: one step for each character, however many and long
+the strings are."""
 
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
@@ -8,13 +8,13 @@ from gateway.parsers.answer_parser import NO_SPELLINGS, spell
 
 
 class StopStrings:
-    """The automaton of one request, shared by its choices. A state is the longest end of the text with which a stop
-    string begins; 0: there is none."""
+    """The automaton of one request, shared by its choices. A state stands for the longest suffix of the text that is a
+    prefix of a stop string; state 0 for none."""
 
     def __init__(self, stops: Iterable[str], spellings: Mapping[str, str] = NO_SPELLINGS):
-        """`spellings`: of characters that stand for control tokens, their text: a stop string is found in both."""
+        """`spellings`: from characters that stand for control tokens to their text; a stop string matches either."""
         self._next: list[dict[str, int]] = [{}]
-        self._fallback = [0]  # the next shorter state that the text is also in
+        self._fallback = [0]  # the state of the next shorter suffix
         self.depths = [0]  # characters
         self.ends = [0]  # characters of the longest stop string that ends here; 0: none does
         for stop in stops:
@@ -44,7 +44,7 @@ class StopStrings:
         self.ends[state] = len(stop)
 
     def _link(self) -> None:
-        """Set fallbacks, shorter states first."""
+        """Set the fallback of each state, in the order of their lengths."""
         states = list(self._next[0].values())
         for state in states:
             for character, deeper in self._next[state].items():
@@ -54,14 +54,14 @@ class StopStrings:
 
 
 class Stopped(NamedTuple):
-    """The text that may go out, and the stop string that was found, if any."""
+    """The text that can be sent, and the stop string that was found, if any."""
 
     text: str  # up to the match
     matched: str | None
 
 
 class StopMatcher:
-    """Find the stop string that is complete first (the longest of several at once), across pieces."""
+    """Find the stop string that ends first in the pieces of an answer; the longest, if several end there."""
 
     __slots__ = ("_stops", "_state", "_held")
 
@@ -69,8 +69,8 @@ class StopMatcher:
         self._stops, self._state, self._held = stops, 0, ""
 
     def push(self, piece: str, may_end: bool = True) -> Stopped:
-        """Return the text that may go out; after `matched` is set nothing follows. `may_end` False: a stop string that
-        is complete in this piece is text."""
+        """Return the text that can be sent; do not call this again once `matched` is set. `may_end` False: a stop
+        string that ends in this piece is treated as text."""
         text, num_held, stops = self._held + piece, len(self._held), self._stops
         state, step, ends = self._state, stops.step, stops.ends
         for position, character in enumerate(piece, num_held + 1):

@@ -1,4 +1,4 @@
-"""The tool calls of one choice, which a parser of its text gives in parts."""
+"""The tool calls of one choice, which the parser of its text provides in parts."""
 
 import hashlib
 
@@ -7,23 +7,23 @@ from gateway.parsers.calls import CallPart
 
 
 class ToolCalls:
-    """Add parts in order; `take()` returns the calls that may go out now. Made with the first part: most answers have
-    none."""
+    """Add parts of calls in order with `add`, and return the calls to send now with `take`. It is made for the first
+    part only, as most answers have no call."""
 
     __slots__ = ("num_whole", "_name", "_streams_arguments", "_num_begun", "_last", "_arguments", "_pending")
 
     def __init__(self, name: str, streams_arguments: bool):
-        """`name`: of the choice, from which the ids are made; `streams_arguments`: parts of a call go out as they
-        come."""
+        """`name`: the name of the choice, from which ids of calls derive; `streams_arguments`: parts of a call are sent
+        as they come."""
         self.num_whole = 0
         self._name, self._streams_arguments = name, streams_arguments
         self._num_begun = 0
-        self._last = pb.ToolCall()  # that began
-        self._arguments: list[str] = []  # of it, where it goes out whole
-        self._pending: list[tuple[pb.ToolCall, list[str]]] = []  # each with its arguments in parts
+        self._last = pb.ToolCall()  # the one that has begun, until it is sent
+        self._arguments: list[str] = []  # of the last call, if it is sent whole
+        self._pending: list[tuple[pb.ToolCall, list[str]]] = []  # each with the parts of its arguments
 
     def add(self, part: CallPart, is_new: bool) -> None:
-        """Take a part. One that is not new counts, and does not go out: the client has it."""
+        """Add a part. One that is not new is counted but not sent, as the client has it."""
         if part.name:
             self._num_begun += 1
             self._last, self._arguments = pb.ToolCall(id=self._new_id(), name=part.name), []
@@ -39,7 +39,7 @@ class ToolCalls:
         self._last = pb.ToolCall()
 
     def take(self) -> list[pb.ToolCall]:
-        """Return the calls, or what was added to them, since the last time."""
+        """Return the calls to send, with what was added to them since the last time."""
         for call, texts in self._pending:
             call.arguments = "".join(texts)
         taken = [call for call, _ in self._pending]
@@ -47,6 +47,6 @@ class ToolCalls:
         return taken
 
     def _new_id(self) -> str:
-        """Return the id of the call that begins: the same when the request is resumed. Nine letters and digits are an
-        id to every chat template."""
+        """Return the id of the call that begins, which is the same when the request is resumed. Every chat template
+        accepts an id of nine letters and digits."""
         return hashlib.sha256(f"{self._name}/{self._num_begun}".encode()).hexdigest()[:9]

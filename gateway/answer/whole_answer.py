@@ -1,11 +1,11 @@
-"""The messages of a stream as one answer."""
+"""Gather the messages of a stream into one answer."""
 
 from baton.v1 import inference_pb2 as pb
 
 
 class WholeAnswer:
-    """`add` each message, then take `response`. Texts are joined once: a message of protobuf keeps every value that a
-    field has had, and a text that grows by 20,000 tokens one by one kept 775 MiB."""
+    """Gather messages with `add`; return the answer with `response`. Texts are joined once, because a protobuf message
+    keeps every value that a field has had: a text that grew by 20,000 single tokens took 775 MiB."""
 
     def __init__(self):
         self._response = pb.CompleteResponse()
