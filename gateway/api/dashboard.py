@@ -1,5 +1,5 @@
-"""A page for those without Grafana: what the fleet does now, in four small views, and where recent requests spent their
-time. One HTML file that asks this gateway for JSON every second."""
+"""Serve a page for operators without Grafana: what the fleet does now, in four small views, and where recent requests
+spent their time. The page is one HTML file that asks this gateway for JSON every second."""
 
 import base64
 import hashlib
@@ -19,7 +19,7 @@ from baton.v1 import fleet_pb2 as pb
 from gateway.api.fleet_service import FleetService
 
 _PAGE = Path(__file__).with_name("dashboard.html")
-_PHASES_HERE = "{/*phases*/}"  # in the page, which draws phases in the colours of the report
+_PHASES_HERE = "{/*phases*/}"  # in the page, which draws phases in the same colours as the report
 _TRACE_URL_HERE = "null/*trace url*/"
 _API_URL_HERE = "null/*api url*/"
 _NUM_RECENT = 300
@@ -28,8 +28,8 @@ _NUM_RECENT = 300
 def pages(
     fleet: FleetService, trace_url: str | None = None, api_url: Callable[[str], str | None] = lambda host: None
 ) -> dict[str, Page]:
-    """Return the pages by path, for the admin server. `trace_url`: of a trace, with {trace_id} in it. `api_url`: where
-    the page may send a completion, by the host that it was asked at; None: nowhere."""
+    """Return the pages by path, for the admin server. `trace_url`: the address of a trace, with {trace_id} in it.
+    `api_url(host)`: where a page that was loaded from this host may send completions; None: nowhere."""
 
     def state(form: None) -> Response:
         requests = fleet.requests(pb.ListRequestsRequest(max_recent=_NUM_RECENT))
@@ -49,8 +49,8 @@ def pages(
 
 
 def _policy(page: str, api: str | None) -> str:
-    """Return the header that lets a browser run the page's own script and style, and nothing else that finds its way
-    in."""
+    """Return the Content-Security-Policy by which a browser uses the page's own script and style, and none that was
+    injected."""
     sources = {kind: _digest(page, kind) for kind in ("script", "style")}
     return (
         f"default-src 'none'; script-src {sources['script']}; style-src {sources['style']}; "

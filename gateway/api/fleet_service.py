@@ -1,4 +1,4 @@
-"""baton.v1.Fleet: workers and requests as this gateway sees them, for `baton doctor` and other tools of operators."""
+"""Serve baton.v1.Fleet: workers and requests as this gateway sees them, for `baton doctor` and other tools."""
 
 import grpc
 
@@ -15,7 +15,7 @@ SERVICE_NAME = "baton.v1.Fleet"
 
 
 class FleetService:
-    """Say what this gateway sees of its workers and requests."""
+    """The calls by which operators look at workers and requests, and add and remove models."""
 
     def __init__(
         self,
@@ -25,36 +25,36 @@ class FleetService:
         index: PrefixIndex,
         redis_url: str | None,
     ):
-        """`redis_url`: without a password; None: the prefix index is in this process."""
+        """`redis_url`: the address without its password; None: the prefix index is in this process."""
         self._registry, self._catalog, self._recent, self._index = registry, catalog, recent, index
         self._redis_url = redis_url or ""
 
     async def ListWorkers(self, request: pb.ListWorkersRequest, context) -> pb.ListWorkersResponse:
-        """Return all workers, whatever their state."""
+        """Return all workers in any state, and the models."""
         return self.workers()
 
     async def ListRequests(self, request: pb.ListRequestsRequest, context) -> pb.ListRequestsResponse:
-        """Return requests that run, and the last that have ended."""
+        """Return running requests, and the last that have ended."""
         return self.requests(request)
 
     async def AddModel(self, request: pb.AddModelRequest, context: grpc.aio.ServicerContext) -> pb.AddModelResponse:
-        """Serve another model, or another under a name that is served. Raises BatonError."""
+        """Serve another model, or another version of a model that is served. Raises BatonError."""
         await self._catalog.add(request.name, request.path, request.identity)
         return pb.AddModelResponse()
 
     async def RemoveModel(
         self, request: pb.RemoveModelRequest, context: grpc.aio.ServicerContext
     ) -> pb.RemoveModelResponse:
-        """Serve a model no more. Raises BatonError."""
+        """Stop serving a model; return how many of its requests still run. Raises BatonError."""
         return pb.RemoveModelResponse(num_running=self._catalog.remove(request.name))
 
     def requests(self, request: pb.ListRequestsRequest) -> pb.ListRequestsResponse:
-        """Return requests that run, and the last that have ended."""
+        """Return running requests, and the last that have ended."""
         num_waiting = sum(len(version.pipeline.queues) for version in self._catalog.versions)
         return self._recent.listed(request, num_waiting)
 
     def workers(self) -> pb.ListWorkersResponse:
-        """Return all workers, whatever their state."""
+        """Return all workers in any state, and the models."""
         registry = self._registry
         answer = pb.ListWorkersResponse(
             not_ready=registry.not_ready() or "",

@@ -1,5 +1,5 @@
-"""The ports of a gateway: one for clients, which bring keys; one for workers and operators, which bring certificates.
-Both lead to the same server, and the guard decides which calls are allowed."""
+"""Open the ports of a gateway: one for clients, which show keys, and one for workers and operators, which show
+certificates. Both lead to the same server, whose guard decides which calls are allowed."""
 
 from typing import NamedTuple
 
@@ -12,13 +12,13 @@ from baton.service.security.guard import Guard
 from gateway.config.settings import GatewaySettings
 from gateway.queue.quotas import Quotas
 
-# Larger messages are gRPC's to refuse; up to here validation.py does it, with the field's name.
+# gRPC refuses larger messages; smaller ones are refused by validation.py, which names the field.
 MAX_MESSAGE_BYTES = 4 << 20
-_SPARE_CALLS = 64  # beyond the requests at once, for what is none and for refusals in admission's words
+_SPARE_CALLS = 64  # beyond the concurrent requests: for other calls, and for refusals with admission's reason
 
 
 class Ports(NamedTuple):
-    """A server and what it is bound to. `fleet_port` None: there is one port for all."""
+    """A server and its ports. `fleet_port` None: one port serves all callers."""
 
     server: grpc.aio.Server
     port: int
@@ -27,8 +27,8 @@ class Ports(NamedTuple):
 
 
 def open_ports(settings: GatewaySettings, quotas: Quotas) -> Ports:
-    """Bind the ports and return their server, which is not started. Raises SettingsError, ListenError: one line
-    each."""
+    """Bind the ports and return their server, which is not started. Raises SettingsError and ListenError, with
+    messages of one line."""
     tls = settings.tls
     if tls:
         tls.check()

@@ -1,4 +1,4 @@
-"""baton.v1.Registration: workers say where they are."""
+"""Serve baton.v1.Registration, by which workers announce their addresses."""
 
 import grpc
 
@@ -8,7 +8,7 @@ from gateway.discovery.registration import TTL_S, Registrations
 
 
 class RegistrationService(worker_pb2_grpc.RegistrationServicer):
-    """The call that a worker repeats within every `ttl_s` seconds."""
+    """The call that a worker repeats before `ttl_s` seconds have passed."""
 
     def __init__(self, registrations: Registrations):
         self._registrations = registrations

@@ -1,5 +1,5 @@
-"""Requests as every transport hands them over, and their answers as messages: checked, recorded, served. Every end that
-is not an answer is a BatonError."""
+"""Check, record and serve requests of any transport, and answer them in messages of baton.v1. A request that ends
+without an answer ends with a BatonError."""
 
 import asyncio
 import contextlib
@@ -33,28 +33,28 @@ from gateway.request.timing import Stamps
 from gateway.request.validation import check_detokenize, check_model, check_size, resolve_request_id, validate
 from gateway.text.detokenizer import Detokenizer
 
-# gRPC tells a server of a deadline in few digits, rounded up by 1 % at most; its client ends the call at the exact one.
+# gRPC sends a deadline in few digits, rounded up by 1 % at most, while its client ends the call at the exact time.
 _ROUNDED_SHARE, _ON_ITS_WAY_S = 0.01, 0.1
 
 log = logging.getLogger(__name__)
 
 
 class CallContext(NamedTuple):
-    """What a transport knows of a call beside its message and its tenant."""
+    """What a transport knows about a call besides its message and its tenant."""
 
     time_left_s: float | None = None  # None: the client named no deadline
     parent: TraceContext | None = None  # the client's span
-    has_deadline: bool = True  # False: `time_left_s` is what it has without
+    has_deadline: bool = True  # False: `time_left_s` is the default
 
     def after(self, seconds: float) -> "CallContext":
-        """Return it as it is so much later."""
+        """Return this context as it is that many seconds later."""
         return self if self.time_left_s is None else self._replace(time_left_s=self.time_left_s - seconds)
 
 
 class _ErrorMapping:
-    """What leaves it is a BatonError, once it may be sent, or a cancellation: what was not expected becomes Internal,
-    and a write to a client that has gone a cancellation. A class, as each coroutine around another is a kilobyte of an
-    open stream, and run through at every message."""
+    """Map exceptions of its block to BatonError or cancellation: an unexpected one becomes Internal, and a write to a
+    disconnected client a cancellation. A BatonError is delayed until it may be sent. This is a class because another
+    coroutine around the handler's costs a kilobyte of each open stream, and is resumed for every message."""
 
     __slots__ = ("_pace_refusal", "_trace_id")
 
@@ -67,7 +67,7 @@ class _ErrorMapping:
     async def __aexit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if isinstance(error, BatonError):
             await self._pace_refusal(error)
-        elif isinstance(error, grpc.aio.InternalError):  # the client has just gone: gRPC's cancellation is on its way
+        elif isinstance(error, grpc.aio.InternalError):  # the client has just disconnected: gRPC will cancel the call
             raise asyncio.CancelledError from None
         elif isinstance(error, Exception):
             words = fields(trace_id=self._trace_id and f"{self._trace_id:032x}", error=type(error).__name__)
@@ -76,7 +76,7 @@ class _ErrorMapping:
 
 
 class RequestHandler:
-    """Answer requests of this gateway's clients, whatever transport they came by."""
+    """Answer requests of this gateway's clients, by any transport."""
 
     def __init__(
         self,
@@ -88,7 +88,7 @@ class RequestHandler:
         on_end: Callable[[RequestRecord, BaseException | None], None],
         pace_refusal: Callable[[BatonError], Awaitable[None]],
     ):
-        """`on_begin(record)` and `on_end(record, error)` are called once each a request, however it ends.
+        """`on_begin(record)` and `on_end(record, error)` are each called once for a request, however it ends.
         `pace_refusal(error)` waits until the error may be sent."""
         self.is_draining = False
         self.num_running = 0
@@ -96,8 +96,8 @@ class RequestHandler:
         self._on_begin, self._on_end, self.pace_refusal = on_begin, on_end, pace_refusal
 
     def model(self, asked: str) -> ServedModel:
-        """Return the model that a request names, as the tenant of the call sees it; any, where the request will end
-        with an error for what it names."""
+        """Return the model that a request names, as the call's tenant sees it. For an unknown name any model is
+        returned, as the request will end with an error anyway."""
         tenant = guard.tenant()
         return self._catalog.find_or_first(asked, tenant).seen_by(tenant)
 
@@ -107,25 +107,25 @@ class RequestHandler:
         return self._settings.max_timeout_s
 
     def with_deadline(self, call: CallContext) -> CallContext:
-        """Return it with the deadline that it has in any case."""
+        """Return the context of a call with a deadline: its own, or the default one."""
         if call.time_left_s is not None:
             return call
         return call._replace(time_left_s=self._settings.default_timeout_s, has_deadline=False)
 
     def max_concurrent(self, asked: str) -> int | None:
-        """Return how many choices of this model the tenant of the call may have running; None: any number."""
+        """Return how many choices of this model the call's tenant may have running at once; None: any number."""
         return self._admission.quotas.max_concurrent(guard.tenant(), self.model(asked).name)
 
     def detokenizer(self, asked: str) -> Detokenizer:
-        """Return what knows the text of tokens of the model that a request names."""
+        """Return the detokenizer of the model that a request names."""
         return self._catalog.find_or_first(asked, guard.tenant()).pipeline.text.detokenizer
 
     def own_ids(self, asked: str) -> tuple[list[int], list[int]]:
-        """Return the special tokens before a text, and behind it, of the model that a request names."""
+        """Return the special tokens that the named model's tokenizer adds before and after a text."""
         return self._catalog.find_or_first(asked, guard.tenant()).pipeline.text.own_ids
 
     def not_ready(self) -> str | None:
-        """Return why no request can be served now, None if one can."""
+        """Return why no request can be served now, or None."""
         return "draining" if self.is_draining else self._registry.not_ready()
 
     async def generate(self, box: list[pb.GenerateRequest], call: CallContext, emit: Emit) -> None:
@@ -134,7 +134,7 @@ class RequestHandler:
         record = self._record(operation, call, box[0].request_id)
         async with _Recording(self, record):
             deadline = self._opened(call, record)
-            del call  # what is needed no more is not kept for the length of an answer
+            del call  # no longer needed, so not kept while the answer is written
             request = box.pop()
             with self._using(request.model, record) as version:
                 model = version.seen_by(record.tenant)
@@ -158,8 +158,8 @@ class RequestHandler:
             )
 
     def check_embed(self, request: pb.EmbedRequest) -> int:
-        """Return how many numbers a vector will have, 0 where no worker has said yet. Raises what `embed` would for
-        what can be seen of the request alone: InvalidRequest, NotFound, Unavailable."""
+        """Check a request without serving it, and return how many numbers a vector will have, 0 if no worker has
+        connected yet. Raises InvalidRequest, NotFound, Unavailable, as `embed` would."""
         version = self._catalog.find(request.model, guard.tenant())
         self._embed_batch(request, version, resolve_request_id(request.request_id))
         return request.dimensions or _hidden_size(version)
@@ -186,7 +186,7 @@ class RequestHandler:
         self._on_begin(record)
 
     def refuse(self, operation: str, body: Mapping[str, object], call: CallContext, error: BatonError) -> None:
-        """Record a request whose transport refuses its `body`, which may name a model and an id."""
+        """Record a request that its transport refuses. `body`: as sent; it may name a model and an id."""
         asked, given = (value if isinstance(value := body.get(name), str) else "" for name in ("model", "request_id"))
         record = self._record(operation, call, given)
         with contextlib.suppress(BatonError):
@@ -211,7 +211,7 @@ class RequestHandler:
     async def gather(
         self, box: list[pb.GenerateRequest], call: CallContext, add: Callable[[pb.GenerateResponse], object]
     ) -> None:
-        """Call `add` with each message of an answer that is wanted whole, and its calls too. Raises BatonError."""
+        """Call `add` with each message of an answer whose tool calls come whole. Raises BatonError."""
         if box[0].WhichOneof("input") == "messages":
             box[0].messages.stream_tool_arguments = False
 
@@ -247,7 +247,7 @@ class RequestHandler:
                 )
 
     async def model_info(self, request: pb.GetModelInfoRequest) -> pb.GetModelInfoResponse:
-        """Return what is known of one model. Raises BatonError."""
+        """Return the description of one model. Raises BatonError."""
         async with _ErrorMapping(self.pace_refusal):
             version = self._catalog.find(request.model, guard.tenant())
             adapter = check_model(request.model, version.seen_by(guard.tenant()))
@@ -259,7 +259,7 @@ class RequestHandler:
             return found
 
     async def models(self) -> pb.ListModelsResponse:
-        """Return what is known of all models. Raises BatonError: no worker serves any."""
+        """Return the descriptions of all models. Raises NoWorker if none has a worker."""
         async with _ErrorMapping(self.pace_refusal):
             versions = self._catalog.current
             if all(version.fleet.card is None for version in versions):
@@ -272,7 +272,7 @@ class RequestHandler:
         return check_embed(request, model, _hidden_size(version), tenant, max_priority, request_id)
 
     def _using(self, asked: str, record: RequestRecord | None = None) -> VersionUse:
-        """Return the model that a request names, to be entered while it is on it. Raises NotFound, InvalidRequest,
+        """Return a context manager that keeps the named version of a model in use. Raises NotFound, InvalidRequest,
         Unavailable."""
         version = self._catalog.find(asked, guard.tenant())
         if record is not None:
@@ -280,7 +280,7 @@ class RequestHandler:
         return self._catalog.using(version)
 
     def _opened(self, call: CallContext, record: RequestRecord) -> float:
-        """Return the deadline of a request. Raises BatonError where none is taken any more."""
+        """Record the deadline of a request and return it. Raises BatonError if it has passed or the gateway drains."""
         record.has_deadline = call.has_deadline and call.time_left_s is not None
         record.asked_s = call.time_left_s or 0.0
         deadline = self._deadline(call, record.stamps.received)
@@ -298,14 +298,14 @@ class RequestHandler:
             context=root,
             parent=call.parent or TraceContext(root.trace_id, 0, root.sampled),
             stamps=Stamps(received),
-            model=self._catalog.only_name,  # until the request's is known
+            model=self._catalog.only_name,  # until the request's own model is known
             operation=operation,
             tenant=guard.tenant(),
             request_id=resolve_request_id(given_id),
         )
 
     def words_of_cut(self, record: RequestRecord) -> str:
-        """Return what to add where a deadline passed that is not the client's; nothing where it is."""
+        """Return what to add to the error when a deadline passed that the gateway set; "" if the client set it."""
         if not record.has_deadline:
             given_s = min(self._settings.default_timeout_s, self.max_timeout_s)
             return f": the request named no deadline, and has {given_s:g} s here"
@@ -314,8 +314,8 @@ class RequestHandler:
         return ""
 
     def _deadline(self, call: CallContext, received: float) -> float:
-        """Return the client's deadline, within our own bound (time.monotonic()). Raises DeadlineExceeded if it has
-        passed."""
+        """Return the client's deadline, within the gateway's bound (time.monotonic()). Raises DeadlineExceeded if it
+        has passed."""
         left_s = self._settings.default_timeout_s if call.time_left_s is None else call.time_left_s
         if left_s <= 0:
             raise DeadlineExceeded("the deadline had passed when the request arrived")
@@ -323,7 +323,7 @@ class RequestHandler:
 
 
 class _Recording(_ErrorMapping):
-    """A request from its beginning to its end, which is recorded however it comes."""
+    """Record the beginning and the end of a request, however it ends, and map its errors."""
 
     __slots__ = ("_handler", "_record")
 
@@ -353,18 +353,18 @@ class _Recording(_ErrorMapping):
 
 
 def _is_at_deadline(record: RequestRecord) -> bool:
-    """Return whether the deadline that the client named passes about now: whose timer is the first is chance."""
+    """Return whether the client's deadline passes about now, as either side's timer may fire first."""
     least_s = (1 - _ROUNDED_SHARE) * record.asked_s - _ON_ITS_WAY_S
     return record.has_deadline and now() - record.stamps.received >= least_s
 
 
 def _hidden_size(version: ModelVersion) -> int:
-    """Return how many numbers the model has for a token, 0 where no worker has said yet."""
+    """Return the hidden size of the model, 0 if no worker has connected yet."""
     return 0 if version.fleet.card is None else version.fleet.card.hidden_size
 
 
 def _described(version: ModelVersion) -> pb.GetModelInfoResponse:
-    """Return what is known of a model; of its workers nothing where none serves."""
+    """Return the description of a model; without workers the fields that they would tell stay empty."""
     model, card = version.seen_by(guard.tenant()), version.fleet.card or worker_pb2.ModelCard()
     return pb.GetModelInfoResponse(
         name=model.name,

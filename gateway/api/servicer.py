@@ -1,4 +1,4 @@
-"""baton.v1.Inference. What it raises its server's guard turns into a gRPC status with google.rpc details."""
+"""Serve baton.v1.Inference. The server's guard turns exceptions into a gRPC status with google.rpc details."""
 
 from collections.abc import Awaitable
 
@@ -19,7 +19,7 @@ def _boxed(raw: bytes) -> list[pb.GenerateRequest]:
 
 
 class InferenceService(inference_pb2_grpc.InferenceServicer):
-    """The calls of clients."""
+    """The calls of clients, each served by the RequestHandler."""
 
     def __init__(self, handler: RequestHandler):
         self._handler = handler
@@ -34,15 +34,15 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
                 self.Complete, _boxed, pb.CompleteResponse.SerializeToString
             ),
         }
-        # In place of those that come with the others: gRPC 1.71 asks for generic handlers alone, the first first.
+        # These replace the generated handlers: gRPC 1.71 asks generic handlers alone, in the order of registration.
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE_NAME, handlers),))
         inference_pb2_grpc.add_InferenceServicer_to_server(self, server)
         server.add_registered_method_handlers(SERVICE_NAME, handlers)
 
     def Generate(self, box: list[pb.GenerateRequest], context) -> Awaitable[None]:
         """Stream an answer."""
-        # No coroutine around the handler's, which would be a third of a KB of an open stream.
-        # Not a generator: its `finally` would run whenever it is collected, this one runs when the client goes.
+        # This is no coroutine around the handler's, which would cost a third of a KB for each open stream.
+        # Nor is it a generator, whose `finally` would run when it is collected, and not when the client disconnects.
         return self._handler.generate(box, _call(context), context.write)
 
     async def Complete(self, box: list[pb.GenerateRequest], context) -> pb.CompleteResponse:
@@ -66,11 +66,11 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         return await self._handler.score(request, _call(context))
 
     async def GetModelInfo(self, request: pb.GetModelInfoRequest, context) -> pb.GetModelInfoResponse:
-        """Return what is known of the served model."""
+        """Return the description of one model."""
         return await self._handler.model_info(request)
 
     async def ListModels(self, request: pb.ListModelsRequest, context) -> pb.ListModelsResponse:
-        """Return what is known of all models."""
+        """Return the descriptions of all models."""
         return await self._handler.models()
 
 
