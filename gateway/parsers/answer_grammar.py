@@ -1,4 +1,4 @@
-"""The grammar of an answer: made of its tools, their choice and its constraint."""
+"""Make the grammar of an answer from its tools, the choice among them and its constraint."""
 
 from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
@@ -11,27 +11,25 @@ _FINAL = "<|channel|>final<|message|>"
 
 
 class GrammarAsked(NamedTuple):
-    """`tools`: schemas of those that may be called, and can be in this format, None of one whose arguments are any
-    object; `must_call`: the answer is calls; `constraint`: kind and text of what the answer keeps to otherwise, None:
-    it is any text; `loose`: tools whose schemas are kept to as far as they can be."""
+    """What a request asks of the grammar of its answer."""
 
-    tools: Mapping[str, Mapping[str, Any] | None]
-    must_call: bool
-    is_parallel: bool
-    constraint: tuple[str, str] | None
-    loose: Collection[str] = ()
+    tools: Mapping[str, Mapping[str, Any] | None]  # schemas of those that can be called; None: arguments are any object
+    must_call: bool  # the answer consists of calls
+    is_parallel: bool  # it may have several calls
+    constraint: tuple[str, str] | None  # kind and text, for an answer that is no call; None: it is any text
+    loose: Collection[str] = ()  # tools whose schemas are enforced as far as possible
 
 
 def of_object(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the schema of arguments: it may say nothing of the type, and what is no object would be no call."""
+    """Return the schema of arguments with the type object, which it may leave out: anything else would be no call."""
     return {**schema, "type": "object"}
 
 
 def answer_grammar(
     answer_format: AnswerFormat, control_ids: Mapping[str, int], prompt_end: str, asked: GrammarAsked
 ) -> str | None:
-    """Return the grammar, in the words of llguidance; None where nothing binds the answer but its constraint alone.
-    A constraint that is a grammar is of the whole answer."""
+    """Return the grammar, as llguidance reads it; None if the constraint alone is enough, or nothing binds the answer.
+    A constraint that is a grammar applies to the whole answer, so it is enough."""
     constraint, binds_calls = asked.constraint, any(schema is not None for schema in asked.tools.values())
     if not (asked.must_call or constraint or binds_calls) or (constraint and constraint[0] == "grammar"):
         return None

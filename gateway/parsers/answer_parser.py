@@ -1,7 +1,7 @@
-"""One answer of a model that marks its reasoning or its calls: text goes in as it comes, content, reasoning and calls
-come out, calls whose arguments are JSON in parts. One that the answer's end cuts off is never whole: a client must not
-run half of one. What turns out to be no call is content, also where a part of it was out as a call's, and so is one
-that the model itself left without an end."""
+"""Parse an answer of a model that marks its reasoning or its calls, as its text comes, into content, reasoning and
+calls. Calls whose arguments are JSON are returned in parts. A call that is cut off with the answer never becomes whole,
+as a client must not run half of it. A malformed call, or one that the model left without an end, is content, even if
+parts of it were returned as a call."""
 
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import suppress
@@ -13,12 +13,12 @@ from gateway.parsers.reading import AnswerSource, Cut, Malformed, Markers, Readi
 
 _BLANKS = " \t\r\n"
 NO_SPELLINGS: Mapping[str, str] = {}
-MAX_READ_AGAIN = 64 * 1024  # characters of one answer that went wrong as calls
+MAX_READ_AGAIN = 64 * 1024  # characters of an answer that were read as calls and turned out to be none
 
 
 @dataclass
 class Parsed:
-    """What is certain now and was not before."""
+    """What has become certain since the last time."""
 
     content: str = ""
     reasoning: str = ""
@@ -26,25 +26,25 @@ class Parsed:
 
 
 class AnswerParser:
-    """`push` the text of an answer, then `finish`. Subclasses say how it is read."""
+    """Parse the text of an answer by `push`, and its end by `finish`. Subclasses define the format in `_run`."""
 
     def __init__(self, spellings: Mapping[str, str]):
-        """`spellings`: of characters that stand for control tokens, their text."""
+        """`spellings`: from characters that stand for control tokens to their text."""
         self._spellings = str.maketrans(dict(spellings))
         self._source, self._sink = AnswerSource(), CallSink(self._spellings)
         self._content_parts, self._thought = list[str](), list[str]()
-        self.reasoning_spans = list[tuple[int, int]]()  # of characters of the answer, in order: each once it has ended
+        self.reasoning_spans = list[tuple[int, int]]()  # begins and ends in characters, once it has ended
         self._is_whole = False
         self._reading = self._run()
 
     def push(self, piece: str) -> Parsed:
-        """Take what follows; return what is certain."""
+        """Add more of the text; return what has become certain."""
         self._source.add(piece)
         return self._take()
 
     def finish(self, is_whole: bool) -> Parsed:
-        """Take the end of the answer; return the rest. `is_whole`: the model ended it, so that a call without
-        an end is none."""
+        """End the answer; return the rest. `is_whole`: the model ended it by itself, so a call without an end is
+        content."""
         self._source.has_ended, self._is_whole = True, is_whole
         return self._take()
 
@@ -66,7 +66,7 @@ class AnswerParser:
 
 
 class TaggedParser(AnswerParser):
-    """Reasoning between two tags at the beginning, then content with calls in it."""
+    """Parse answers with reasoning between two tags at the beginning, then content with calls in it."""
 
     def __init__(
         self,
@@ -76,8 +76,8 @@ class TaggedParser(AnswerParser):
         tools: Mapping[str, Any],
         thinking: str,
     ):
-        """`thinks`: pairs of tags around reasoning; `reader`: of calls, None: there are none; `thinking`: the tag with
-        which the prompt ends, "" if it ends with none."""
+        """`thinks`: pairs of tags around reasoning; `reader` None: the answer has no calls; `thinking`: the opening tag
+        that ends the prompt, "" if there is none."""
         self._thinks = {spell(begin, spellings): spell(end, spellings) for begin, end in thinks}
         self._thinking = spell(thinking, spellings)
         self._reader, self._openers, self._num_again = None, list[str](), 0
@@ -96,11 +96,11 @@ class TaggedParser(AnswerParser):
         if tag:
             has_called = yield from self._reason(self._thinks[tag])
         else:
-            source.at = 0  # blanks too
+            source.at = 0  # blanks are content too
         yield from self._content(bool(tag), has_called)
 
     def _reason(self, end: str) -> Generator[None, None, bool]:
-        """Read reasoning, and say whether calls ended it. Blanks at both its ends are the format's."""
+        """Read reasoning; return whether calls ended it. Blanks around it belong to the format."""
         held, reader = list[str](), self._reader
         openers = self._openers if reader and reader.ends_thinking else ()
         markers = Markers((end, *openers))
@@ -123,8 +123,7 @@ class TaggedParser(AnswerParser):
                 markers = Markers((end, *self._openers))
 
     def _content(self, trims: bool, has_called: bool) -> Reading:
-        """Read content and calls. `trims`: blanks at its beginning are the format's, as those before a call always
-        are."""
+        """Read content and calls. Blanks before a call belong to the format; `trims`: so do those at the beginning."""
         source, reader, held = self._source, self._reader, list[str]()
         if trims:
             yield from source.peek()
@@ -151,8 +150,8 @@ class TaggedParser(AnswerParser):
                 markers = Markers(self._openers)
 
     def _has_read(self, reader: CallReader, opener: str) -> Generator[None, None, bool]:
-        """Read calls; return False where there are none, and nothing was read. No opener counts any more once much has
-        to be read again: each of those in it may begin what goes wrong again, and all the other requests would wait."""
+        """Read calls; return False if there are none, with nothing read. Once much text had to be read again, openers
+        count no more: each in it might begin another failed attempt, for which all other requests would wait."""
         source = self._source
         source.good = begin = source.at
         try:
@@ -167,20 +166,20 @@ class TaggedParser(AnswerParser):
             if self._num_again > MAX_READ_AGAIN:
                 self._openers.clear()
         if source.good == begin:
-            source.at = begin  # an empty section
+            source.at = begin  # the section of calls was empty
         return source.good > begin
 
 
 def spell(text: str, spellings: Mapping[str, str]) -> str:
-    """Return a text of the format as it stands in answers, where characters stand for control tokens."""
+    """Return a text of the format with its control tokens replaced by the characters that stand for them."""
     for character, token in spellings.items():
         text = text.replace(token, character)
     return text
 
 
 def _without_end(held: list[str], text: str) -> str:
-    """Return what is held and the text, but for the blanks at its end, which are held from now on. What is held is not
-    looked at before another character comes: for each token, 640,000 blanks took 3 ms of all others' time."""
+    """Return the held blanks and the text, except the blanks at its end, which are now held. Held blanks are not looked
+    at until another character comes: for each token, 640,000 of them would block the event loop for 3 ms."""
     kept = text.rstrip(_BLANKS)
     end = text[len(kept) :]
     if kept:
@@ -192,7 +191,7 @@ def _without_end(held: list[str], text: str) -> str:
 
 
 def _piece(source: AnswerSource, markers: Markers) -> Generator[None, None, tuple[str, str | None]]:
-    """Return the text up to a marker, and the marker; "" where more may follow, None at the end."""
+    """Return the text up to a marker, and the marker: "" if none has come yet, None at the end of the answer."""
     while True:
         if found := markers.find(source.text, source.at):
             text, marker, end = source.text[source.at : found.start()], found[0], found.end()

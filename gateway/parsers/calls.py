@@ -1,4 +1,4 @@
-"""What a reader of calls is, and what it puts out."""
+"""Define readers of calls, and the parts of calls that they emit."""
 
 import json
 from collections.abc import Mapping
@@ -9,16 +9,18 @@ from gateway.parsers.reading import AnswerSource, Cut, Malformed, Reading
 
 
 class ParsedCall(NamedTuple):
+    """A whole call."""
+
     name: str
     arguments: dict[str, Any]
 
 
 class CallPart(NamedTuple):
-    """A part of a call: one with a name begins a call, one without continues the one before."""
+    """A part of a call. A part with a name begins a call; one without a name continues the previous part's."""
 
     name: str
     arguments: str  # of a JSON object
-    is_last: bool  # the call is whole; one that another follows before it is whole went wrong, and is none
+    is_last: bool  # the call is whole; if another begins before it is, it was malformed and counts as none
 
 
 @dataclass
@@ -29,16 +31,16 @@ class _Part:
 
 
 class CallSink:
-    """Gather the parts of calls until they are taken. The last character of the arguments waits for the end of their
-    call: those of a call that went wrong are never JSON."""
+    """Gather the parts of calls until they are taken. The last character of the arguments is held until the call is
+    whole, so that the arguments of a malformed call are never valid JSON."""
 
     def __init__(self, spellings: Mapping[int, str]):
-        """`spellings`: what str.translate makes of characters that stand for control tokens."""
+        """`spellings`: a table for str.translate, from characters that stand for control tokens to their text."""
         self._spellings, self._parts, self._held = spellings, list[_Part](), ""
 
     def begin(self, name: str) -> None:
-        """Begin a call: no text in its place can make it undone. Raises Malformed for one without a name, which would
-        continue the call before."""
+        """Begin a call, which cannot be taken back. Raises Malformed if it has no name, as it would continue the
+        previous call."""
         if not name:
             raise Malformed
         self._parts.append(_Part(name))
@@ -52,7 +54,7 @@ class CallSink:
             self._part().texts.append(text[:-1])
 
     def end(self) -> None:
-        """Say that the call is whole."""
+        """Mark the call as whole."""
         part = self._part()
         part.texts.append(self._held)
         part.is_last, self._held = True, ""
@@ -63,32 +65,31 @@ class CallSink:
         return self._parts[-1]
 
     def take(self) -> list[CallPart]:
-        """Return what has come since the last time."""
+        """Return the parts that have come since the last time."""
         parts, self._parts = self._parts, []
         return [CallPart(each.name, "".join(each.texts).translate(self._spellings), each.is_last) for each in parts]
 
 
 class CallReader:
-    """Read calls in one format. `read` begins behind an opener, or at `first`, which counts at the beginning of the
-    content alone."""
+    """Read calls in one format. `read` begins after an opener, or at `first`."""
 
     openers: tuple[str, ...] = ()
-    first: str = ""
-    markers: tuple[str, ...] = ()
-    ends_thinking = False  # a call in the reasoning is one, and its end
+    first: str = ""  # a character that opens calls at the beginning of the content only
+    markers: tuple[str, ...] = ()  # texts that are control tokens if the tokenizer has them
+    ends_thinking = False  # whether a call within the reasoning counts, and ends it
 
     def __init__(self, spelled: Mapping[str, str], tools: Mapping[str, Any], sink: CallSink):
-        """`spelled`: each marker as it stands in the text; `tools`: schemas of parameters by name."""
+        """`spelled`: each marker and opener as the text has it; `tools`: schemas of parameters, by the tool's name."""
         self.spelled, self.tools, self.sink = spelled, tools, sink
 
     @staticmethod
     def can_name(name: str) -> bool:
-        """Return whether a call can be of a tool of this name."""
+        """Return whether a call in this format can name such a tool."""
         return bool(name)
 
     def emit(self, *calls: ParsedCall) -> None:
-        """Put whole calls out. Raises Malformed for one without a name, and, before any is out, for arguments that are
-        no object of JSON."""
+        """Emit whole calls. Raises Malformed for a call without a name; and, before emitting any, for arguments that
+        are no JSON object."""
         texts = [dump(call.arguments) for call in calls]
         for call, text in zip(calls, texts, strict=True):
             self.sink.begin(call.name)
@@ -96,20 +97,19 @@ class CallReader:
             self.sink.end()
 
     def arguments(self, source: AnswerSource, name: str) -> Reading:
-        """Read arguments in JSON and put them out as they come, behind the beginning of the call. Raises Malformed,
-        Cut."""
+        """Read arguments in JSON; begin the call and emit them as they come. Raises Malformed, Cut."""
         if (first := (yield from source.peek())) != "{":
             raise Malformed if first else Cut
         self.sink.begin(name)
         yield from source.json_text(self.sink.add)
 
     def read(self, source: AnswerSource, opener: str) -> Reading:
-        """Read calls and put them out. Raises Malformed, Cut."""
+        """Read calls and emit them. Raises Malformed, Cut."""
         raise NotImplementedError
 
 
 def dump(arguments: object) -> str:
-    """Return arguments as JSON. Raises Malformed for what is no object."""
+    """Return arguments as JSON. Raises Malformed if they are no object."""
     if not isinstance(arguments, dict):
         raise Malformed
     try:
@@ -120,7 +120,7 @@ def dump(arguments: object) -> str:
 
 
 def _encodable(text: str, arguments: dict[str, Any]) -> str:
-    """Return the text, or, where it has half of a surrogate pair, the same in ASCII."""
+    """Return the text; if it has half of a surrogate pair, the same arguments escaped to ASCII."""
     try:
         text.encode()
         return text

@@ -1,4 +1,4 @@
-"""The formats that are known, and which one a chat template belongs to."""
+"""The known formats of answers, and the choice among them by chat template."""
 
 from collections.abc import Mapping
 from itertools import chain
@@ -24,17 +24,17 @@ _THINK = (("<think>", "</think>"),)
 
 
 class AnswerFormat(NamedTuple):
-    """How models of a family mark reasoning and calls. `reader` None: no calls, or those of harmony."""
+    """How models of a family mark reasoning and calls."""
 
     name: str
-    signs: tuple[str, ...]  # a chat template that has all of them belongs to it
-    reader: type[CallReader] | None
-    thinks: tuple[tuple[str, str], ...] = _THINK
-    calls: CallsWriter | None = None  # None: there are none
+    signs: tuple[str, ...]  # texts that are all in a chat template of this format
+    reader: type[CallReader] | None  # None: the format has no calls, or is harmony
+    thinks: tuple[tuple[str, str], ...] = _THINK  # pairs of tags around reasoning
+    calls: CallsWriter | None = None  # writes the grammar of calls; None: the format has none
 
     @property
     def is_harmony(self) -> bool:
-        """Return whether answers are messages with channels."""
+        """Return whether answers are messages with channels, as of gpt-oss."""
         return self.name == "harmony"
 
     @property
@@ -44,32 +44,32 @@ class AnswerFormat(NamedTuple):
 
     @property
     def first(self) -> str:
-        """Return with what calls begin that need no marker; "" if they need one."""
+        """Return the character that begins calls without a marker; "" if they need one."""
         return self.reader.first if self.reader else ""
 
     @property
     def markers(self) -> tuple[str, ...]:
-        """Return the texts that are control tokens where the tokenizer has such."""
+        """Return the texts that are control tokens if the tokenizer has them."""
         if self.is_harmony:
             return MARKERS
         return (*chain(*self.thinks), *(self.reader.markers if self.reader else ()))
 
     def can_call(self, name: str) -> bool:
-        """Return whether a call in this format can be of a tool of this name."""
+        """Return whether a call in this format can name such a tool."""
         return self.calls is not None and (self.reader is None or self.reader.can_name(name))
 
     def thinking(self, prompt_end: str) -> str:
-        """Return the tag with which a prompt begins reasoning; "" if it does not."""
+        """Return the tag at the end of a prompt that opens the reasoning; "" if there is none."""
         begun = prompt_end.rstrip()
         return next((begin for begin, _ in self.thinks if begun.endswith(begin)), "")
 
     def parser(
         self, spellings: Mapping[str, str], tools: Mapping[str, Any], prompt_end: str, continues: bool = False
     ) -> AnswerParser:
-        """Return a parser for one answer. `spellings`: characters that stand for control tokens; `tools`: schemas of
-        parameters by name, none: the answer has no calls; `prompt_end`: the last characters of the prompt, which may
-        begin the reasoning; `continues`: the prompt ends within the content of the message that the answer goes on
-        with."""
+        """Return a parser for one answer. `spellings`: from characters that stand for control tokens to their text;
+        `tools`: schemas of parameters by name, none if the answer may have no calls; `prompt_end`: the last characters
+        of the prompt, which may open the reasoning; `continues`: the prompt ends within the content of a message, which
+        the answer continues."""
         if self.is_harmony:
             return HarmonyParser(spellings, bool(tools), continues)
         thinking = self.thinking(prompt_end)
@@ -82,7 +82,7 @@ _SECTION, _SECTION_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end
 _HERMES = object_calls("<tool_call>\n", "arguments", "\n</tool_call>", "\n")
 _FENCED = named_calls("<｜tool▁call▁begin｜>function<｜tool▁sep｜>", "\n```json\n", "\n```<｜tool▁call▁end｜>")
 _BARE = named_calls("<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>")
-# In order: an earlier one is more particular.
+# The first that matches is taken, so a more specific format comes earlier.
 FORMATS = (
     AnswerFormat("harmony", ("<|channel|>", "<|message|>"), None, (), harmony_calls),
     AnswerFormat(
@@ -104,11 +104,11 @@ NAMES = tuple(each.name for each in FORMATS)
 
 
 def format_of(template: str) -> AnswerFormat | None:
-    """Return the format of a chat template's model; None: its answers are plain text."""
-    written = template.replace('\\"', '"')  # as a text in double quotes has it
+    """Return the format of a chat template; None if its answers are plain text."""
+    written = template.replace('\\"', '"')  # quotation marks in a string of the template
     return next((each for each in FORMATS if all(sign in written for sign in each.signs)), None)
 
 
 def format_named(name: str) -> AnswerFormat | None:
-    """Return the format of this name, which is known; None of "none"."""
+    """Return the format of this name; None for "none"."""
     return next((each for each in FORMATS if each.name == name), None)

@@ -1,5 +1,5 @@
-"""One grammar of all that an answer may be: its reasoning, and then calls of tools, an answer that keeps to a
-constraint, or either. So nothing has to be switched on within an answer, where speculation may be ahead."""
+"""Write one grammar for a whole answer: its reasoning, then calls of tools, constrained text, or either. So no grammar
+has to be switched on within an answer, where speculation may be ahead."""
 
 import json
 import re
@@ -19,25 +19,25 @@ _BLANKS = r"/[ \n]{0,4}/"
 
 
 class ArgumentsSchema(NamedTuple):
-    """What the arguments of a call keep to: `is_strict`: to all of it, or it is an error; else as far as they can."""
+    """A schema of the arguments of a call. `is_strict`: what cannot be enforced is an error; else it is ignored."""
 
     schema: Mapping[str, Any]
     is_strict: bool = True
 
 
 class GrammarWriter:
-    """Write rules in the words of llguidance. Raises InvalidRequest where they become longer than a constraint may be:
-    a schema may stand in them once for each argument."""
+    """Write rules as llguidance reads them. Methods raise InvalidRequest if the rules become longer than a constraint
+    may be, as a schema may be repeated for each argument."""
 
     def __init__(self, control_ids: Mapping[str, int]):
-        """`control_ids`: markers that are tokens."""
+        """`control_ids`: token ids of the markers that are control tokens."""
         self._control_ids = control_ids
         self._split = re.compile("|".join(map(re.escape, sorted(control_ids, key=len, reverse=True))) or "(?!)")
         self._rules: list[str] = []
-        self._num_written = 0  # characters, in about
+        self._num_written = 0  # characters, roughly
 
     def text(self, text: str) -> str:
-        """Return an expression for just this text; markers in it are tokens where the tokenizer has them."""
+        """Return an expression for exactly this text, in which markers are control tokens if the tokenizer has them."""
         parts, at = list[str](), 0
         for found in self._split.finditer(text):
             parts += [quoted(text[at : found.start()]), f"<[{self._control_ids[found[0]]}]>"]
@@ -46,9 +46,9 @@ class GrammarWriter:
         return self._counted(" ".join(part for part in parts if part != '""'))
 
     def until(self, end: str, texts: str = _ANY_TEXT) -> str:
-        """Return an expression for any text, or one that this terminal allows, and this one that ends it."""
+        """Return an expression for a text that the terminal `texts` allows, followed by the text `end`."""
         number, (head, marked) = len(self._rules), self.cut(end)
-        if marked:  # no text has the token
+        if marked:  # the marker is a control token, which no text contains
             text = self.terminal(f"TEXT{number}", f"({texts}) {quoted(head)}" if head else texts)
             return f"{text} {self.text(marked)}"
         text = self.terminal(f"TEXT{number}", texts)
@@ -56,18 +56,18 @@ class GrammarWriter:
         return f"until{number}"
 
     def terminal(self, name: str, terminal: str) -> str:
-        """Return this name, which stands for the terminal from now on."""
+        """Define a terminal of this name; return the name."""
         self._rules.append(self._counted(f"{name}: {terminal}"))
         return name
 
     def rule(self, expression: str) -> str:
-        """Return the name of a rule that stands for the expression from now on."""
+        """Define a rule for the expression; return its name."""
         name = f"rule{len(self._rules)}"
         self._rules.append(self._counted(f"{name}: {expression}"))
         return name
 
     def cut(self, text: str) -> tuple[str, str]:
-        """Return a text in two parts, the second of which begins with the first marker in it that is a token."""
+        """Split a text before its first marker that is a control token; return both parts."""
         found = self._split.search(text)
         return (text, "") if found is None else (text[: found.start()], text[found.start() :])
 
@@ -76,23 +76,23 @@ class GrammarWriter:
         return self.terminal("ANY", _ANY_TEXT)
 
     def json(self, schema: Mapping[str, Any], is_strict: bool = True) -> str:
-        """Return an expression for a value of JSON, of a schema that is counted. `is_strict` False: what the library
-        has no grammar for is left out."""
+        """Return an expression for a JSON value of this schema, whose size the caller has counted. `is_strict` False:
+        the library ignores what it has no grammar for."""
         return f"%json {json.dumps(rewrite_schema(schema, is_strict))}"
 
     def arguments(self, tool: ArgumentsSchema | None) -> str:
-        """Return an expression for arguments in JSON; None: any object."""
+        """Return an expression for arguments in JSON, of any object for None."""
         if tool is None:
             return self.json({"type": "object"})
-        self.count(len(json.dumps(tool.schema)))  # before it is walked, which takes longer
+        self.count(len(json.dumps(tool.schema)))  # before the schema is walked, which takes longer
         return self.json(*tool)
 
     def grammar(self, start: str) -> str:
-        """Return the grammar."""
+        """Return the grammar of the rules so far. `start`: the expression of the whole answer."""
         return "\n".join((f"start: {start}", *self._rules))
 
     def count(self, num_characters: int) -> None:
-        """Note what is written, or takes as much work. Raises InvalidRequest for too much."""
+        """Count characters that are written, or work of that size. Raises InvalidRequest if they are too many."""
         self._num_written += num_characters
         if self._num_written > MAX_BYTES:
             raise InvalidRequest("messages.tools", f"need a grammar of more than {MAX_BYTES} bytes, which is the most")
@@ -108,21 +108,22 @@ def either(expressions: Iterable[str]) -> str:
 
 
 Tools = Mapping[str, ArgumentsSchema | None]
-"""What arguments keep to, by name of the tool; None: they are any object."""
+"""The schema of arguments by the tool's name; None: they are any object."""
 CallsWriter = Callable[[GrammarWriter, Tools, bool], str]
-"""Returns an expression for calls of tools: one or, if the last is true, several."""
+"""Returns an expression for a call of one of the tools or, if the last argument is true, for several calls."""
 
 
 def repeated(expression: str, separator: str, is_parallel: bool) -> str:
-    """Return an expression for one or several of these."""
+    """Return an expression for one of these or, if `is_parallel`, several."""
     return f"{expression} ({separator} {expression})*" if is_parallel else expression
 
 
 def text_or_calls(writer: GrammarWriter, calls: str, openers: Sequence[str], first: str) -> str:
-    """Return an expression for text, calls behind it, or both. `openers`: what begins a call for those who read it,
-    calls with the first one; `first`: with what a call may begin that is the whole answer, and has no opener."""
+    """Return an expression for text, calls, or text followed by calls. `openers`: texts that begin calls for the
+    parser, which none of the text may contain; written calls begin with the first one. `first`: the character that
+    begins calls without an opener, if they are the whole answer."""
     spelled = [opener for opener in openers if not writer.cut(opener)[1]]
-    any_of = "|".join(map(re.escape, spelled))  # in one complement: four of them were more than the library follows
+    any_of = "|".join(map(re.escape, spelled))  # in one complement, as four were too many for the library
     unlike = f" & ~{regex(f'(?s:.*)(?:{any_of})(?s:.*)')}" if spelled else ""
     if first:
         text = writer.terminal("TEXT", regex(rf"\s*([^\s{re.escape(first)}](?s:.*))?") + unlike)
@@ -134,13 +135,13 @@ def text_or_calls(writer: GrammarWriter, calls: str, openers: Sequence[str], fir
             return f"{text} ({calls})?"
         before = writer.terminal("BEFORE", f"({_ANY_TEXT}{unlike}) {quoted(head)}")
         return f"({text} | {before} {calls.removeprefix(quoted(head))})"
-    begin = quoted(openers[0])[:-1]  # without its quotation mark
+    begin = quoted(openers[0])[:-1]  # without its closing quotation mark
     behind = f'"{calls.removeprefix(begin)}'.removeprefix('""')
     return f"({text} | {writer.until(openers[0])} {behind})"
 
 
 def object_calls(begin: str, key: str, end: str, separator: str) -> CallsWriter:
-    """Return a writer of calls that are an object of JSON with name and arguments, between two texts."""
+    """Return a writer of calls that are JSON objects with a name and arguments, between two texts."""
 
     def write(writer: GrammarWriter, tools: Tools, is_parallel: bool) -> str:
         calls = []
@@ -154,7 +155,7 @@ def object_calls(begin: str, key: str, end: str, separator: str) -> CallsWriter:
 
 
 def named_calls(begin: str, behind_name: str, end: str) -> CallsWriter:
-    """Return a writer of calls that are a name and the arguments, between three texts."""
+    """Return a writer of calls that are a name and arguments in JSON, between three texts."""
 
     def write(writer: GrammarWriter, tools: Tools, is_parallel: bool) -> str:
         calls = either(
@@ -166,7 +167,7 @@ def named_calls(begin: str, behind_name: str, end: str) -> CallsWriter:
 
 
 def section(begin: str, calls: CallsWriter, end: str) -> CallsWriter:
-    """Return a writer of calls with a text before all of them, and one behind."""
+    """Return a writer of calls between a text before all of them and one after."""
 
     def write(writer: GrammarWriter, tools: Tools, is_parallel: bool) -> str:
         return f"{writer.text(begin)} {calls(writer, tools, is_parallel)} {writer.text(end)}"
@@ -175,7 +176,7 @@ def section(begin: str, calls: CallsWriter, end: str) -> CallsWriter:
 
 
 def tagged_calls(writer: GrammarWriter, tools: Tools, is_parallel: bool) -> str:
-    """Write calls of Qwen3-Coder: a tag around each argument, in the order of the schema."""
+    """Return an expression for calls of Qwen3-Coder: each argument in a tag, in the order of the schema."""
     calls = []
     writer.terminal(_LINES, " & ".join(map(_lines_unlike, _TAGS)))
     writer.terminal(_KEY, r"/[^>\n]{1,64}/")
@@ -189,13 +190,15 @@ def tagged_calls(writer: GrammarWriter, tools: Tools, is_parallel: bool) -> str:
 _OPEN, _CLOSE, _PARAMETER, _PARAMETER_END = (
     "<tool_call>\n", "</function>\n</tool_call>", "<parameter={}>\n", "\n</parameter>\n",
 )  # fmt: skip
-_LINES, _KEY = "LINES", "KEY"  # the texts that an argument may be, and a name of one
+_LINES, _KEY = "LINES", "KEY"  # terminals: the text of an argument, and its name
 _TAGS = ("<parameter=", "</parameter>", "</function>")
-# What arguments that are no object of JSON keep to, beside keywords that bind nothing.
+# The keywords at a schema's root that can be enforced for arguments that are not JSON, beside those that say nothing.
 _KEPT = {"type", "properties", "required", "additionalProperties", "unevaluatedProperties", "$defs", "definitions"}
 
 
 class ArgumentPart(NamedTuple):
+    """The expression of one argument, with its name."""
+
     expression: str
     is_required: bool
 
@@ -205,16 +208,20 @@ def _in_a_row(writer: GrammarWriter, parts: Sequence[ArgumentPart]) -> str:
 
 
 class ArgumentsForm(NamedTuple):
-    """How arguments stand that are no object of JSON: one of a schema, of a tool; any of them; and several in their
-    order. The first raises ValueError for a schema that cannot be kept to."""
+    """How a format writes arguments that are not one JSON object."""
 
     argument: Callable[[GrammarWriter, str, Any, ArgumentsSchema], str]
+    """Returns an expression for an argument, by its name, its schema and the tool's. Raises ValueError if the schema
+    cannot be enforced."""
     any_arguments: Callable[[GrammarWriter], str]
+    """Returns an expression for any arguments."""
     joined: Callable[[GrammarWriter, Sequence[ArgumentPart]], str] = _in_a_row
+    """Returns an expression for several arguments in this order."""
 
 
 def arguments_of(writer: GrammarWriter, name: str, tool: ArgumentsSchema | None, form: ArgumentsForm) -> str:
-    """Return an expression for the arguments of a tool. Raises InvalidRequest for what the form cannot keep to."""
+    """Return an expression for the arguments of a tool. Raises InvalidRequest for a strict schema that the form cannot
+    enforce."""
     if tool is None:
         return form.any_arguments(writer)
     try:
@@ -226,7 +233,7 @@ def arguments_of(writer: GrammarWriter, name: str, tool: ArgumentsSchema | None,
 
 
 def _arguments_in_order(writer: GrammarWriter, tool: ArgumentsSchema, form: ArgumentsForm) -> str:
-    """Raises ValueError for what the form cannot keep to."""
+    """Return an expression for arguments in the order of the schema. Raises ValueError if the form cannot follow it."""
     schema = _arguments_schema(*tool)
     parts, required = list[ArgumentPart](), frozenset(listed(schema.get("required")))
     for key, each in _properties(schema).items():
@@ -241,8 +248,8 @@ def _arguments_in_order(writer: GrammarWriter, tool: ArgumentsSchema, form: Argu
 
 
 def _arguments_schema(root: Mapping[str, Any], is_strict: bool) -> Mapping[str, Any]:
-    """Return the schema that says what arguments there are: the root, or the one that it is a reference to. Raises
-    ValueError for one that says it otherwise."""
+    """Return the schema that lists the arguments: the root, or the target of its reference. Raises ValueError if the
+    root has other keywords that constrain the arguments."""
     schema = root
     if isinstance(reference := root.get("$ref"), str) and "properties" not in root:
         schema = referred_to(root, reference)
@@ -264,7 +271,7 @@ def _properties(schema: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _qwen_argument(writer: GrammarWriter, key: str, schema: Any, tool: ArgumentsSchema) -> str:
-    """Text as it is, JSON for all else. What may be text is text."""
+    """Return an expression for an argument: plain text if its schema allows a string, JSON otherwise."""
     begin, types = writer.text(_PARAMETER.format(key)), types_of(schema, tool.schema)
     if types and "string" not in types:
         return f"{begin} {json_value(writer, schema, tool)} {writer.text(_PARAMETER_END)}"
@@ -280,7 +287,7 @@ def _any_qwen_arguments(writer: GrammarWriter) -> str:
 
 
 def json_value(writer: GrammarWriter, schema: Any, tool: ArgumentsSchema) -> str:
-    """Return an expression for one argument of a tool in JSON."""
+    """Return an expression for the JSON value of one argument of a tool."""
     return writer.json(part_alone(schema, tool.schema, writer.count), tool.is_strict)
 
 
@@ -288,8 +295,8 @@ _QWEN = ArgumentsForm(_qwen_argument, _any_qwen_arguments)
 
 
 def _lines_unlike(begin: str) -> str:
-    """Return a terminal for texts none of whose lines, but for the first, begins so: whoever reads it takes that for a
-    tag. As the complement of a search it would take seconds to follow, beside a bound on the length."""
+    """Return a terminal for texts in which no line after the first begins with `begin`, which the parser would take for
+    a tag. As the complement of a search, together with a bound on the length, it would take seconds to follow."""
     *head, last = map(re.escape, begin)
     line = rf"(?:[^{last}\n].*)?"
     for character in reversed(head):
@@ -298,8 +305,8 @@ def _lines_unlike(begin: str) -> str:
 
 
 def dsml_calls(writer: GrammarWriter, tools: Tools, is_parallel: bool) -> str:
-    """Write calls of DeepSeek V3.2: a tag around each argument that says whether it is text, in the order of the
-    schema."""
+    """Return an expression for calls of DeepSeek V3.2: each argument in a tag that says whether it is text, in the
+    order of the schema."""
     calls = []
     writer.terminal(_KEY, r'/[^">\n]{1,64}/')
     for name, tool in tools.items():
@@ -333,7 +340,7 @@ def _dsml_argument(writer: GrammarWriter, key: str, schema: Any, tool: Arguments
 
 
 def _dsml_text(writer: GrammarWriter, texts: str) -> str:
-    end = writer.until(_DSML_END.removesuffix("\n"), texts or _ANY_TEXT)  # where readers end it
+    end = writer.until(_DSML_END.removesuffix("\n"), texts or _ANY_TEXT)  # where the parser ends it
     return f"{writer.text(_DSML_TEXT)} {end} {writer.text(chr(10))}"
 
 
@@ -347,7 +354,7 @@ _DSML = ArgumentsForm(_dsml_argument, _any_dsml_arguments)
 
 
 def harmony_calls(writer: GrammarWriter, tools: Tools, is_parallel: bool) -> str:
-    """Write a call of gpt-oss, which ends its turn with the first."""
+    """Return an expression for a call of gpt-oss, which ends its turn with its first call."""
     calls = []
     for name, tool in tools.items():
         head = f" to=functions.{name} <|constrain|>json<|message|>"
@@ -356,7 +363,7 @@ def harmony_calls(writer: GrammarWriter, tools: Tools, is_parallel: bool) -> str
 
 
 def constrained(writer: GrammarWriter, kind: str, text: str) -> str:
-    """Return an expression for an answer that keeps to a constraint, of any kind but a grammar."""
+    """Return an expression for text that matches a constraint of any kind but a grammar."""
     if kind == "regex":
         return regex(rewrite_classes(text))
     if kind == "choice":
@@ -367,7 +374,8 @@ def constrained(writer: GrammarWriter, kind: str, text: str) -> str:
 
 
 def reasoned(writer: GrammarWriter, thinks: Iterable[tuple[str, str]], thinking: str) -> str:
-    """Return an expression for reasoning between tags, which `thinking` has begun; "" where there can be none."""
+    """Return an expression for reasoning between tags, "" if there can be none. `thinking`: the tag that ends the
+    prompt, "" if none does."""
     for begin, end in thinks:
         if begin == thinking:
             return f"{writer.until(end)} {_BLANKS}"

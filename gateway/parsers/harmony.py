@@ -1,5 +1,5 @@
-"""The messages of gpt-oss: each a header with a channel, a recipient and a type, then a body. Its markers are control
-tokens alone: models write about them."""
+"""Parse answers of gpt-oss: messages, each of a header with a channel, a recipient and a type, and a body. Only control
+tokens count as markers, since a model may write about them in its text."""
 
 import re
 from collections.abc import Mapping
@@ -13,15 +13,15 @@ _FUNCTIONS = "functions."
 
 
 class HarmonyParser(AnswerParser):
-    """Analysis is reasoning, a message to a function is a call, what is meant for the user is content."""
+    """Parse analysis as reasoning, a message to a function as a call, and a message to the user as content."""
 
     def __init__(self, spellings: Mapping[str, str], has_tools: bool, continues: bool):
-        """`has_tools`: messages to functions are calls; they are left out otherwise. `continues`: the answer begins
-        within a message for the user, whose header is in the prompt."""
+        """`has_tools`: messages to functions are calls; otherwise they are dropped. `continues`: the answer begins
+        within a message to the user, whose header is in the prompt."""
         self._has_tools, self._continues = has_tools, continues
         self._start, self._channel, self._constrain, self._message, *ends = (spell(m, spellings) for m in MARKERS)
         self._ends = tuple(ends)
-        self._kinds = set[str]()  # of the messages that had text
+        self._kinds = set[str]()  # of the messages so far that had text
         super().__init__(spellings)
 
     def _run(self) -> Reading:
@@ -36,7 +36,7 @@ class HarmonyParser(AnswerParser):
                 source.forget()
         except Cut:
             rest = source.text[source.at :]
-            if source.position == 0 and self._channel not in rest:  # no header: a grammar spelled the text alone
+            if source.position == 0 and self._channel not in rest:  # without a header: the grammar has the text alone
                 self._emit("content", rest)
 
     def _body(self, head: str) -> Reading:
@@ -52,12 +52,12 @@ class HarmonyParser(AnswerParser):
                 yield from self._text("reasoning")
             finally:
                 self.reasoning_spans.append((begin, self._source.position))
-        elif not recipients:  # what else is sent to a tool is for nobody here
+        elif not recipients:  # a message to another tool is dropped
             yield from self._text("content")
 
     def _text(self, kind: str) -> Reading:
-        """Read a message's text: a line of its own where there is another of its kind before it. `kind`: content,
-        reasoning, or "" for a call of a request without tools, which is for nobody. Raises Cut."""
+        """Read a message's text, which begins on a new line after another one of its kind. `kind`: content, reasoning,
+        or "" for a call of a request without tools, which is dropped. Raises Cut."""
         source, markers = self._source, Markers((*self._ends, self._start))
         line_end, has_text = "\n" if kind in self._kinds else "", False
         while not (found := markers.find(source.text, source.at)):
@@ -75,7 +75,7 @@ class HarmonyParser(AnswerParser):
             has_text = True
         if has_text:
             self._kinds.add(kind)
-        source.at = found.start()  # an end is what the next header is looked for from
+        source.at = found.start()  # the next header is searched from this end on
 
     def _emit(self, kind: str, text: str) -> None:
         if kind == "content":
@@ -84,7 +84,7 @@ class HarmonyParser(AnswerParser):
             self._think(text)
 
     def _call_or_text(self, name: str) -> Reading:
-        """Read a call; what turns out to be none is content, from the beginning of the body on. Raises Cut."""
+        """Read a call; if it is malformed, its body is content from the beginning. Raises Cut."""
         begin = self._source.at
         try:
             yield from self._call(name)
@@ -95,13 +95,13 @@ class HarmonyParser(AnswerParser):
             yield from self._text("content")
 
     def _call(self, name: str) -> Reading:
-        """Read a call, of which no body is one without arguments. Raises Malformed, Cut."""
+        """Read a call; one with an empty body has no arguments. Raises Malformed, Cut."""
         source = self._source
         has_arguments = (yield from source.peek()) == "{"
         if has_arguments:
             self._sink.begin(name)
             yield from source.json_text(self._sink.add)
-        # A stop token that ends the answer is no part of it.
+        # At the end of the answer there is no marker, as its stop token is not in the text.
         if not (yield from source.accept(*self._ends, self._start)) and (yield from source.peek()):
             raise Malformed
         if not has_arguments:

@@ -1,5 +1,5 @@
-"""Calls whose arguments are JSON: of Qwen and Hermes, Llama 3, Mistral, DeepSeek V3 and R1. The arguments come in
-parts, where the name stands before them."""
+"""Read calls whose arguments are JSON: of Qwen and Hermes, Llama 3, Mistral, DeepSeek V3 and R1. The arguments are
+emitted in parts if the name comes before them."""
 
 from collections.abc import Generator
 from typing import Any
@@ -9,7 +9,7 @@ from gateway.parsers.reading import AnswerSource, Malformed, Reading, parse_json
 
 
 def call_of(value: Any) -> ParsedCall:
-    """Return the call that an object with a name and arguments is. Raises Malformed."""
+    """Return the call that is written as an object with a name and arguments. Raises Malformed."""
     if not isinstance(value, dict) or not isinstance(name := value.get("name"), str) or not name:
         raise Malformed
     arguments = value.get("arguments", value.get("parameters"))
@@ -26,7 +26,7 @@ class ObjectReader(CallReader):
     """Read calls that are objects with a name and arguments."""
 
     def object(self, source: AnswerSource, must_be_known: bool = False) -> Reading:
-        """Read one call. `must_be_known`: it is one only where its name is a tool's. Raises Malformed, Cut."""
+        """Read one call. `must_be_known`: its name must be a tool's. Raises Malformed, Cut."""
         begin = source.at
         if name := (yield from _name_in_head(source)):
             self._check(name, must_be_known)
@@ -59,7 +59,7 @@ class ObjectReader(CallReader):
 
 
 def _name_in_head(source: AnswerSource) -> Generator[None, None, str]:
-    """Read up to the arguments and return the name; "" where the object does not begin with just these."""
+    """Read up to the arguments and return the name; "" if the object does not begin with the name and then these."""
     for text in ("{", '"name"', ":", '"'):
         if not (yield from source.accept(text)):
             return ""
@@ -71,7 +71,7 @@ def _name_in_head(source: AnswerSource) -> Generator[None, None, str]:
 
 
 class HermesReader(ObjectReader):
-    """<tool_call>{"name": ..., "arguments": {...}}</tool_call>"""
+    """Read <tool_call>{"name": ..., "arguments": {...}}</tool_call>"""
 
     openers = ("<tool_call>",)
     markers = ("<tool_call>", "</tool_call>")
@@ -82,7 +82,7 @@ class HermesReader(ObjectReader):
 
 
 class LlamaJsonReader(ObjectReader):
-    """{"name": ..., "parameters": {...}}, alone or behind <|python_tag|>; several with a semicolon between two."""
+    """Read {"name": ..., "parameters": {...}}, alone or after <|python_tag|>; semicolons separate several."""
 
     openers = ("<|python_tag|>",)
     first = "{"
@@ -98,7 +98,7 @@ class LlamaJsonReader(ObjectReader):
 
 
 class MistralReader(ObjectReader):
-    """[TOOL_CALLS][{"name": ..., "arguments": {...}}], or for each call [TOOL_CALLS]name[ARGS]{...}"""
+    """Read [TOOL_CALLS][{"name": ..., "arguments": {...}}], or for each call [TOOL_CALLS]name[ARGS]{...}"""
 
     openers = ("[TOOL_CALLS]",)
     markers = ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]")
@@ -119,7 +119,7 @@ class MistralReader(ObjectReader):
 
 
 class DeepSeekReader(CallReader):
-    """A section of calls, each a name and JSON, which V3 and R1 fence."""
+    """Read a section of calls, each of a name and JSON, which V3 and R1 put into a fenced block."""
 
     openers = ("<｜tool▁calls▁begin｜>",)
     markers = (

@@ -1,5 +1,5 @@
-"""Calls as a list of Python calls: of Llama 3.2 and 4. What a grammar lets them be has its values in JSON, which is
-Python but for true, false, null and some escapes."""
+"""Read and write calls as a list of Python calls: of Llama 3.2 and 4. A grammar allows only values in JSON, which are
+Python except for true, false, null and some escapes."""
 
 import ast
 import keyword
@@ -28,12 +28,12 @@ _NOTABLE = re.compile(r"""[\[\](){}'"\\]""")
 _HEAD = re.compile(r"\[\s*[A-Za-z_][\w.]*\s*\(")
 _HEAD_BEGUN = re.compile(r"\[\s*([A-Za-z_][\w.]*\s*)?")
 _LINE_END = re.compile(rb"\r\n?|\n")
-_MAX_HEAD = 1024  # characters up to the first parenthesis: until it comes each token has them read again
+_MAX_HEAD = 1024  # characters up to the first parenthesis, which are read again for each token until it comes
 
 
 class PythonicReader(CallReader):
-    """[name(key=value, ...), ...], alone or behind <|python_start|>. Alone it is an answer in Python too, so that its
-    calls must be those of tools."""
+    """Read [name(key=value, ...), ...], alone or after <|python_start|>. Alone it may also be an answer in Python, so
+    its names must be those of tools."""
 
     openers = ("<|python_start|>",)
     first = "["
@@ -87,7 +87,7 @@ def _list(source: AnswerSource) -> Generator[None, None, str]:
 def _calls(text: str) -> list[ParsedCall]:
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of escapes that Python does not know
+            warnings.simplefilter("ignore")  # about escapes that Python does not know
             found = ast.parse(text, mode="eval").body
         segment = _segments(text)
         return [_call(each, segment) for each in found.elts]  # pyright: ignore[reportAttributeAccessIssue]
@@ -96,7 +96,7 @@ def _calls(text: str) -> list[ParsedCall]:
 
 
 def _segments(text: str) -> Callable[[ast.expr], str]:
-    """Return what finds the text of an expression: ast.get_source_segment looks through all lines for each."""
+    """Return a function that finds the text of an expression; ast.get_source_segment would read all lines each time."""
     source = text.encode()
     begins = [0, *(found.end() for found in _LINE_END.finditer(source))]
 
@@ -120,7 +120,7 @@ def _call(node: ast.expr, segment: Callable[[ast.expr], str]) -> ParsedCall:
 
 
 def _value(node: ast.expr, text: str) -> object:
-    """Return a value of JSON, or else of Python."""
+    """Return a value, read as JSON or else as a literal of Python."""
     try:
         return parse_json(text)
     except Malformed:
@@ -128,13 +128,13 @@ def _value(node: ast.expr, text: str) -> object:
 
 
 def _is_identifier(text: str) -> bool:
-    """Return whether Python reads this as a name, and as this one."""
+    """Return whether Python reads this as a name, and does not normalize it to another."""
     return text.isidentifier() and not keyword.iskeyword(text) and unicodedata.normalize("NFKC", text) == text
 
 
 def pythonic_calls(writer: GrammarWriter, tools: Tools, is_parallel: bool) -> str:
-    """Write calls of Llama 4: one list, in which each has its arguments in the order of the schema, their values in
-    JSON. The names of tools are those that PythonicReader can read."""
+    """Return an expression for calls of Llama 4: one list of calls with values in JSON, and arguments in the order of
+    the schema. The names of tools must be such that PythonicReader can read them."""
     writer.terminal(_KEY, rf"/[A-Za-z_][A-Za-z0-9_]{{0,63}}/ & ~/{'|'.join(keyword.kwlist)}/")
     calls = (f'{quoted(f"{name}(")} {arguments_of(writer, name, tool, _PYTHONIC)} ")"' for name, tool in tools.items())
     return f'"[" {repeated(writer.rule(either(calls)), _COMMA, is_parallel)} "]"'
@@ -164,9 +164,10 @@ def _separated(writer: GrammarWriter, parts: Sequence[ArgumentPart]) -> str:
 
 
 def _halved(writer: GrammarWriter, parts: Sequence[ArgumentPart]) -> tuple[str, str]:
-    """Return an expression for one or several of these arguments, where none is before them, and one for none or
-    several where others are: all that are required, with a comma between two. Each is written once, whichever before it
-    are left out. By halves: along a chain of rules the masks of a call with 500 arguments took four times as long."""
+    """Return two expressions for these arguments, with commas and all required ones: the first for one or more of them
+    if no argument comes before, the second for any number of them after others. Each argument is written once,
+    whichever are left out before it. The rules split the arguments by halves: with a chain of rules the masks of a call
+    with 500 arguments took four times as long."""
     if len(parts) == 1:
         argument = writer.rule(parts[0].expression)
         behind = f"{_COMMA} {argument}"

@@ -1,5 +1,5 @@
-"""The text of an answer as it comes. What reads it is a generator that stands still (`yield`) where it needs more, so
-that no decision depends on where the text is cut."""
+"""Read the text of an answer as it comes. A reader is a generator that yields when it needs more text, so that no
+decision depends on how the text is cut into pieces."""
 
 import json
 import re
@@ -7,20 +7,20 @@ from collections.abc import Callable, Generator, Iterable
 from typing import Any
 
 Reading = Generator[None, None, None]
-_PLAIN = re.compile(r'[^"\\\x00-\x1f]+')  # within a string of JSON
+_PLAIN = re.compile(r'[^"\\\x00-\x1f]+')  # characters of a JSON string without escapes
 _ESCAPE = re.compile(r'\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4})')
 _ESCAPE_BEGUN = re.compile(r"\\(?:u[0-9a-fA-F]{0,3})?")
 _WORD = re.compile(r"[\w.+/:-]*")
 _NAME = re.compile(r"[\w./:-]+")
 _SCALAR = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?|true|false|null")
-_MAX_WORD = 400  # characters: of a number a client's own reader has a bound too
+_MAX_WORD = 400  # characters: a client's own reader bounds the length of numbers too
 _SPACED = {",": ", ", ":": ": "}
 _BLANKS = " \t\r\n"
-MAX_DEPTH = 200  # of arguments, which are read by recursion
+MAX_DEPTH = 200  # of nested arguments, which clients read by recursion
 
 
 class Malformed(Exception):
-    """It is no call after all."""
+    """The text is no call after all."""
 
 
 class Cut(Exception):
@@ -28,7 +28,7 @@ class Cut(Exception):
 
 
 class Markers:
-    """Texts to look for; what may be the beginning of one is held back."""
+    """Texts to search for. Text at the end that may begin one of them has to be held back."""
 
     def __init__(self, texts: Iterable[str]):
         texts = sorted(set(texts), key=len, reverse=True)
@@ -37,11 +37,11 @@ class Markers:
         self._longest = max(map(len, texts), default=1) - 1
 
     def find(self, text: str, begin: int) -> re.Match[str] | None:
-        """Return the first of them from `begin` on."""
+        """Return the first match of any of them from `begin` on."""
         return self._pattern.search(text, begin)
 
     def num_held(self, text: str, begin: int) -> int:
-        """Return how many characters at the end may begin one."""
+        """Return how many characters at the end may begin one of them."""
         for size in range(min(self._longest, len(text) - begin), 0, -1):
             if text[-size:] in self._heads:
                 return size
@@ -49,7 +49,7 @@ class Markers:
 
 
 class AnswerSource:
-    """What has come, and how far it was read."""
+    """The text of an answer that has come, and the position up to which it was read."""
 
     __slots__ = ("text", "at", "has_ended", "good", "_num_forgotten")
 
@@ -57,7 +57,7 @@ class AnswerSource:
         self.text, self.at = "", 0
         self._num_forgotten = 0  # characters
         self.has_ended = False
-        self.good = 0  # everything before it is settled: what follows is read again where it turns out to be no call
+        self.good = 0  # text before it is settled; text after it is read again if it turns out to be no call
 
     @property
     def position(self) -> int:
@@ -65,20 +65,20 @@ class AnswerSource:
         return self._num_forgotten + self.at
 
     def add(self, piece: str) -> None:
-        """Add what follows. The text grows where it is, as nothing else has it meanwhile: copied for each token, one
-        call of 120,000 took 1.2 to 24 s."""
+        """Append more text. It grows in place, as no other reference to it exists meanwhile: when it was copied for
+        each token, one call of 120,000 tokens took 1.2 to 24 s."""
         text, self.text = self.text, ""
         text += piece
         self.text = text
 
     def forget(self) -> None:
-        """Drop what was read, once that is the larger part: the rest is copied."""
+        """Drop the text that was read, once it is the larger part, as the rest is copied."""
         if self.at * 2 >= len(self.text):
             self._num_forgotten += self.at
             self.text, self.at = self.text[self.at :], 0
 
     def peek(self) -> Generator[None, None, str]:
-        """Return the next character behind blanks; "" at the end."""
+        """Skip blanks and return the next character without reading it; "" at the end."""
         while True:
             while self.at < len(self.text) and self.text[self.at] in _BLANKS:
                 self.at += 1
@@ -96,7 +96,7 @@ class AnswerSource:
         return found
 
     def accept(self, *texts: str) -> Generator[None, None, str]:
-        """Skip blanks and read one of these texts, if it is there; "" if it is not."""
+        """Skip blanks, read one of these texts and return it; "" if none comes next. Raises Cut within one."""
         yield from self.peek()
         while True:
             rest = self.text[self.at : self.at + max(map(len, texts))]
@@ -113,7 +113,7 @@ class AnswerSource:
             yield
 
     def until(self, *texts: str) -> Generator[None, None, tuple[str, str]]:
-        """Read up to one of these texts; return what is before it, and the text. Raises Cut."""
+        """Read up to the end of one of these texts; return the part before it, and the text. Raises Cut."""
         markers, begin, scan = Markers(texts), self.at, self.at
         while (found := markers.find(self.text, scan)) is None:
             if self.has_ended:
@@ -124,29 +124,30 @@ class AnswerSource:
         return self.text[begin : found.start()], found[0]
 
     def name(self) -> Generator[None, None, str]:
-        """Skip blanks, read a name and return it. Raises Malformed as soon as what comes is none, Cut."""
+        """Skip blanks, read a name and return it. Raises Malformed as soon as it can be none, and Cut."""
         yield from self.peek()
         return (yield from self._word(_NAME))
 
     def json(self) -> Generator[None, None, Any]:
-        """Skip blanks and read an object or an array. Raises Malformed, Cut."""
+        """Skip blanks, read an object or an array and return it. Raises Malformed, Cut."""
         parts = list[str]()
         yield from self.json_text(parts.append)
         return parse_json("".join(parts))
 
     def json_text(self, emit: Callable[[str], None]) -> Reading:
-        """Skip blanks and read an object or an array; its text goes to `emit` as it comes, with the blanks of
-        json.dumps, and never a part that no JSON has. Raises Malformed, Cut."""
+        """Skip blanks and read an object or an array. Its text is passed to `emit` as it comes, with the blanks of
+        json.dumps, and only as far as it is valid JSON. Raises Malformed, Cut."""
         if (first := (yield from self.peek())) not in ("{", "["):
             raise Malformed if first else Cut
         yield from self._json(emit, [], "v")
 
     def rest_of_object(self) -> Reading:
-        """Read an object of JSON from behind a comma in it to its end. Raises Malformed, Cut."""
+        """Read the rest of an object, after a comma in it. Raises Malformed, Cut."""
         yield from self._json(len, ["}"], "k")
 
     def _json(self, emit: Callable[[str], object], closers: list[str], wants: str) -> Reading:
-        """`closers`: of what is open; `wants`: what may come, v a value, k a key, the others as they are."""
+        """Read JSON until all is closed. `closers`: the brackets that close what is open; `wants`: what may come next,
+        v for a value, k for a key, other characters for themselves. Raises Malformed, Cut."""
         while True:
             if not (character := (yield from self.peek())):
                 raise Cut
@@ -179,7 +180,7 @@ class AnswerSource:
         emit(text)
 
     def _string(self, emit: Callable[[str], object]) -> Reading:
-        """Read a string of JSON; a control character, which JSON has none of, is escaped."""
+        """Read a string of JSON; control characters, which JSON does not allow in it, are escaped."""
         self._pass(emit, '"')
         while True:
             if found := _PLAIN.match(self.text, self.at) or _ESCAPE.match(self.text, self.at):
@@ -202,7 +203,7 @@ class AnswerSource:
         emit((yield from self._word(_SCALAR)))
 
     def _word(self, pattern: re.Pattern[str]) -> Generator[None, None, str]:
-        """Read a word and return it: whole, since one that is cut is another. Raises Malformed, Cut."""
+        """Read a whole word and return it, as a part would be another word. Raises Malformed, Cut."""
         while (end := self._end_of_word()) == len(self.text) and end - self.at <= _MAX_WORD:
             if self.has_ended:
                 raise Cut
@@ -215,12 +216,12 @@ class AnswerSource:
 
     def _end_of_word(self) -> int:
         found = _WORD.match(self.text, self.at)
-        assert found is not None  # it matches nothing too
+        assert found is not None  # it matches the empty text too
         return found.end()
 
 
 def parse_json(text: str) -> Any:
-    """Return the value. Raises Malformed."""
+    """Return the value of a JSON text. Raises Malformed."""
     try:
         return json.loads(text, strict=False, parse_constant=_no_constant)
     except (ValueError, RecursionError):

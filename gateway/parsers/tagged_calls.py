@@ -1,4 +1,4 @@
-"""Calls with a tag around each argument: of Qwen3-Coder and Qwen3.5, and of DeepSeek V3.2 and V4."""
+"""Read calls with a tag around each argument: of Qwen3-Coder and Qwen3.5, and of DeepSeek V3.2 and V4."""
 
 import re
 from collections.abc import Generator
@@ -12,10 +12,10 @@ _WORDS = {"True": True, "False": False, "None": None}
 
 
 class QwenXmlReader(CallReader):
-    """<tool_call><function=name><parameter=key>value</parameter></function></tool_call>"""
+    """Read <tool_call><function=name><parameter=key>value</parameter></function></tool_call>"""
 
     openers = ("<tool_call>", "<function=")
-    ends_thinking = True  # Qwen3.5 calls without a word about the end of its reasoning
+    ends_thinking = True  # Qwen3.5 begins a call without closing its reasoning
     markers = ("<tool_call>", "</tool_call>")
 
     def read(self, source: AnswerSource, opener: str) -> Reading:
@@ -24,7 +24,7 @@ class QwenXmlReader(CallReader):
         name = yield from source.name()
         yield from source.expect(">")
         if opener == "<function=" and name not in self.tools:
-            raise Malformed  # prose and code have that too
+            raise Malformed  # prose and code may have this text too
         arguments: dict[str, Any] = {}
         while (yield from source.expect("<parameter=", "</function>")) == "<parameter=":
             key, _ = yield from source.until(">")
@@ -34,8 +34,8 @@ class QwenXmlReader(CallReader):
         yield from source.accept(self.spelled["</tool_call>"])
 
     def _text(self, source: AnswerSource) -> Generator[None, None, str]:
-        """Return an argument's text. An end tag that no tag follows belongs to it; models also leave the end tag
-        out."""
+        """Return an argument's text. An end tag without a tag after it is part of the text; models also leave out the
+        end tag."""
         begin = source.at
         while True:
             _, tag = yield from source.until("</parameter>", "\n<parameter=", "\n</function>")
@@ -52,7 +52,7 @@ class QwenXmlReader(CallReader):
                 return source.text[begin:end].removeprefix("\n").removesuffix("\n")
 
     def _value(self, name: str, key: str, text: str) -> Any:
-        """Return the value in the type that the tool's schema names; without one, text stays text."""
+        """Return the value in the type that the tool's schema names; without a type it is text."""
         root = self.tools.get(name) or {}
         types = types_of(property_of(root, key), root)
         if not types or ("string" in types and (text != "null" or "null" not in types)):
@@ -66,7 +66,8 @@ class QwenXmlReader(CallReader):
 
 
 class DsmlReader(CallReader):
-    """<｜DSML｜invoke name="F"><｜DSML｜parameter name="P" string="true">...</｜DSML｜parameter></｜DSML｜invoke>"""
+    """Read calls of the form
+    <｜DSML｜invoke name="F"><｜DSML｜parameter name="P" string="true">...</｜DSML｜parameter></｜DSML｜invoke>"""
 
     openers = tuple(f"<｜DSML｜{name}>" for name in ("function_calls", "tool_calls", " calls", "calls"))
     markers = ("｜DSML｜",)

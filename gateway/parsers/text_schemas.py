@@ -1,5 +1,5 @@
-"""The texts that a JSON schema allows, in the words of llguidance: of arguments that stand without quotation marks,
-where the library's own JSON is of no use."""
+"""Write terminals for the texts that a JSON schema allows, as llguidance reads them. Arguments without quotation marks
+need these, as the library's own JSON grammar has the marks."""
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -11,18 +11,18 @@ from baton.constraints.json_references import referred_to
 from gateway.parsers.schema_types import listed, named_types
 
 ANY = ""
-_MAX_DEPTH = 16  # of references and alternatives, which may be a circle
-_LOOK = 16  # a schema that is looked at counts as so many characters: that bounds the work too
+_MAX_DEPTH = 16  # of nested references and alternatives, which may form a circle
+_LOOK = 16  # characters that each visited schema counts for, which bounds the work too
 _UNKEPT = ("not", "if", "$dynamicRef", "$recursiveRef")
-# Digits and letters of a word are ASCII in ECMA-262, as in the library's own JSON.
+# In ECMA-262, as in the library's own JSON, digits and letters of a word are ASCII.
 _OF_ECMA = {r"\d": "[0-9]", r"\D": "[^0-9]", r"\w": "[0-9A-Za-z_]", r"\W": "[^0-9A-Za-z_]"}
 _ESCAPES = re.compile(r"\\.", re.DOTALL)
-# As Lark has a regex: on one line, between slashes.
+# What to escape in Lark, where a regex is on one line between slashes.
 _IN_REGEX = re.compile(r"\\(.)|/|\n", re.DOTALL)
 
 
 def regex(pattern: str) -> str:
-    """Return an expression for the texts that match as a whole."""
+    """Return an expression for the texts that the pattern matches as a whole."""
     return f"/{_IN_REGEX.sub(_escaped, pattern)}/"
 
 
@@ -32,17 +32,17 @@ def _escaped(found: re.Match[str]) -> str:
 
 
 class TextSchemas:
-    """Schemas that may refer to parts of one root."""
+    """Write terminals for schemas that may refer to parts of one root."""
 
     def __init__(self, root: Mapping[str, Any], count: Callable[[int], None], has_null: bool = True):
-        """`count` takes the number of characters that are written, and refuses too many. `has_null`: `null` stands for
-        null."""
+        """`count` is called with the number of characters that are written, and may raise. `has_null`: the text `null`
+        stands for null."""
         self._root, self._count, self._has_null = root, count, has_null
 
     def expression(self, schema: Any, depth: int = 0) -> str | None:
-        """Return a terminal for the texts that a schema allows, and for null where it does and a text stands for that:
-        ANY for any text, None for none. `format` is a note, as it is in JSON Schema. Raises ValueError for what a
-        terminal cannot keep to."""
+        """Return a terminal for the texts that a schema allows, and the one for null if the schema allows that; ANY if
+        it allows all texts, None if none. `format` is ignored, as an annotation of JSON Schema. Raises ValueError if a
+        terminal cannot enforce the schema."""
         if not isinstance(schema, dict):
             return None if schema is False else ANY
         if depth > _MAX_DEPTH:
@@ -69,7 +69,7 @@ class TextSchemas:
 
 
 def _own(schema: Mapping[str, Any], values: list[Any] | None, has_null: bool) -> str | None:
-    """Return the texts that a schema allows without others. `values`: that it lists."""
+    """Return a terminal for the texts that a schema's own keywords allow. `values`: those that it lists; None: any."""
     types, ways = named_types(schema), list[str | None]()
     if not types or "string" in types:
         texts = ANY if values is None else _any(quoted(value) for value in values if isinstance(value, str))
@@ -92,7 +92,7 @@ def _bounds(schema: Mapping[str, Any]) -> Iterator[str]:
         if has_look_around(pattern):
             raise ValueError("has a pattern with look-around, which an argument that is text cannot keep to")
         pattern = _ESCAPES.sub(lambda found: _OF_ECMA.get(found[0], found[0]), rewrite_pattern(pattern))
-        # It may match anywhere. Anchors elsewhere are refused by the library.
+        # The pattern may match anywhere. The library refuses anchors elsewhere.
         begin = "" if pattern.startswith("^") else "(?s:.*)"
         end = "" if re.search(r"(?<!\\)(?:\\\\)*\$\Z", pattern) else "(?s:.*)"
         yield regex(f"{begin}(?:{pattern}){end}")
