@@ -1,4 +1,4 @@
-"""The paths of the HTTP APIs, each the gRPC call that it stands for."""
+"""Serve the paths of the HTTP APIs, each by the gRPC call that it stands for."""
 
 import asyncio
 import itertools
@@ -53,33 +53,33 @@ from gateway.http.wire.pooling_answers import cohere_rerank, embedding, embeddin
 from gateway.http.wire.writers import AnswerWriter, EventWriter, TokenTexts
 
 _INFERENCE = "/baton.v1.Inference/"
-_MESSAGES = "/v1/messages"  # Anthropic's, and what is below it
-_MAX_VECTOR_BYTES = 32 << 20  # of an answer: 2,048 vectors of 2,048 numbers in base64
-_MAX_LOGPROBS = 2_500_000  # of an answer in one object: one prompt of 8 choices may have 2,424,832
-_MAX_AT_ONCE = 32  # prompts of one call: those of other calls find places beside them
-# Of an answer, to scripts of pages, which by themselves see none of these.
+_MESSAGES = "/v1/messages"  # the prefix of Anthropic's paths
+_MAX_VECTOR_BYTES = 32 << 20  # of one answer: 2,048 vectors of 2,048 numbers in base64 fit
+_MAX_LOGPROBS = 2_500_000  # of an answer in one object: a prompt with 8 choices may have 2,424,832
+_MAX_AT_ONCE = 32  # prompts of one call, so that other calls find room beside them
+# Headers of an answer that scripts of web pages may read.
 _SHOWN_HEADERS = ("x-request-id", "request-id", "retry-after", "retry-after-ms", "x-should-retry")
 T = TypeVar("T")
 
 
 class HttpApi:
-    """Serve the calls; one for the gateway."""
+    """Serve the calls of the HTTP APIs."""
 
     def __init__(self, handler: RequestHandler):
         self._handler, self._created = handler, int(time.time())
 
     async def chat_completions(self, call: HttpCall) -> None:
-        """POST /v1/chat/completions."""
+        """Serve POST /v1/chat/completions."""
         body, context = self._read(call, "chat", read_chat)
         await self._answer(call, context, body, ChatWriter(body, *self._known(body)))
 
     async def completions(self, call: HttpCall) -> None:
-        """POST /v1/completions."""
+        """Serve POST /v1/completions."""
         body, context = self._read(call, "text_completion", read_completion)
         await self._answer(call, context, body, CompletionWriter(body, *self._known(body)))
 
     async def responses(self, call: HttpCall) -> None:
-        """POST /v1/responses."""
+        """Serve POST /v1/responses."""
         body, context = self._read(call, "chat", read_response)
         writer = ResponseWriter(body, call.values, *self._known(body))
         boxes = _take(call, body)
@@ -89,24 +89,24 @@ class HttpApi:
         await call.reply_json(await to_bytes_in_turns(writer.whole(), NUM_LEVELS))
 
     async def input_tokens(self, call: HttpCall) -> None:
-        """POST /v1/responses/input_tokens."""
+        """Serve POST /v1/responses/input_tokens."""
         request, call.names = read_input_tokens(call.values)
         num_tokens = len((await self._handler.tokenize(request, call.context)).token_ids)
         await call.reply({"object": "response.input_tokens", "input_tokens": num_tokens})
 
     async def messages(self, call: HttpCall) -> None:
-        """POST /v1/messages."""
+        """Serve POST /v1/messages."""
         body, context = self._read(call, "chat", read_messages)
         writer = MessageWriter(body, self._known(body)[0], call.values)
         await self._answer(call, context, body, writer)
 
     async def count_tokens(self, call: HttpCall) -> None:
-        """POST /v1/messages/count_tokens."""
+        """Serve POST /v1/messages/count_tokens."""
         request, call.names = read_count_tokens(call.values)
         await call.reply({"input_tokens": len((await self._handler.tokenize(request, call.context)).token_ids)})
 
     async def embeddings(self, call: HttpCall) -> None:
-        """POST /v1/embeddings."""
+        """Serve POST /v1/embeddings."""
         read = partial(read_embeddings, most_inputs=self._most_inputs(call.values))
         body, context = self._read(call, "embeddings", read)
         if len(body.requests) > 1:
@@ -122,7 +122,7 @@ class HttpApi:
             for each in response.embeddings:
                 index = group * len(body.requests[0].inputs) + len(objects)
                 objects.append(embedding(index, each.values, body.encoding))
-                await asyncio.sleep(0)  # 4,096 numbers take 3 ms: nobody waits for more
+                await asyncio.sleep(0)  # other calls wait for one vector at most: 4,096 numbers take 3 ms
             return objects
 
         groups = await serve_each(embed, len(body.requests), 1, self._handler.with_deadline(context))
@@ -130,31 +130,31 @@ class HttpApi:
         await call.reply_json(embeddings(objects, self._name(body.requests[0].model), usage))
 
     async def rerank(self, call: HttpCall) -> None:
-        """POST /v1/rerank, and /rerank."""
+        """Serve POST /v1/rerank and /rerank."""
         body, response = await self._score(call, read_rerank)
         documents = body.request.documents if body.return_documents else ()
         await call.reply(rerank(response, documents, body.top_n, self._name(body.request.model)))
 
     async def cohere_rerank(self, call: HttpCall) -> None:
-        """POST /v2/rerank."""
+        """Serve POST /v2/rerank."""
         body, response = await self._score(call, read_cohere_rerank)
         await call.reply(cohere_rerank(response, body.top_n))
 
     async def models(self, call: HttpCall) -> None:
-        """GET /v1/models."""
+        """Serve GET /v1/models."""
         models = (await self._handler.models()).models
         names = [(name, info) for info in models for name in (info.name, *info.adapters)]
         listed = [self._described(name, info.name, info.context) for name, info in names]
         await call.reply({"object": "list", "data": listed})
 
     async def model(self, call: HttpCall) -> None:
-        """GET /v1/models/{model}."""
+        """Serve GET /v1/models/{model}."""
         name = call.path_params["model"]
         info, model = await self._handler.model_info(pb.GetModelInfoRequest(model=name)), self._handler.model(name)
         await call.reply(self._described(info.name, model.name, info.context))
 
     async def tokenize(self, call: HttpCall) -> None:
-        """POST /tokenize."""
+        """Serve POST /tokenize."""
         request = read_tokenize(call.values)
         call.names = TOKENIZE_NAMES
         token_ids = list((await self._handler.tokenize(request, call.context)).token_ids)
@@ -165,7 +165,7 @@ class HttpApi:
         await call.reply({"count": len(token_ids), "max_model_len": context, "tokens": token_ids})
 
     async def detokenize(self, call: HttpCall) -> None:
-        """POST /detokenize."""
+        """Serve POST /detokenize."""
         request = read_detokenize(call.values)
         call.names = DETOKENIZE_NAMES
         await call.reply({"prompt": (await self._handler.detokenize(request, call.context)).text})
@@ -180,17 +180,17 @@ class HttpApi:
         return body, response
 
     def _most_inputs(self, values: Mapping[str, Any]) -> int:
-        """Return how many texts a request of the model that a body names may have."""
+        """Return how many texts a request may have for the model that a body names."""
         name = values.get("model")
         return self._handler.model(name if isinstance(name, str) else "").limits.inputs
 
     async def _check(self, call: HttpCall, body: ParsedEmbeddings) -> None:
-        """Check all texts of a call before the first are read and paid for. Raises BatonError, which is recorded."""
+        """Check all texts of a call before any is embedded and counted for a quota. Raises and records BatonError."""
         num_texts = sum(len(request.inputs) for request in body.requests)
         try:
             for request, call.names in zip(body.requests, body.names, strict=True):
                 _check_size(num_texts, self._handler.check_embed(request), body.encoding)
-                await asyncio.sleep(0)  # others run in between
+                await asyncio.sleep(0)  # let other calls run
         except BatonError as error:
             self._handler.refuse("embeddings", call.values, call.without_deadline, error)
             raise
@@ -200,12 +200,12 @@ class HttpApi:
         return self._name(name), self._handler.detokenizer(name)
 
     def _name(self, name: str) -> str:
-        """Return what an answer calls its model: an adapter as it was asked for."""
+        """Return the model's name in an answer; an adapter has the name that the request gives."""
         model = self._handler.model(name)
         return name if model.find(name) else model.name
 
     def _read(self, call: HttpCall, operation: str, read: Callable[[Mapping[str, Any]], T]) -> tuple[T, CallContext]:
-        """Return what `read` makes of the body, and what the head says. Raises InvalidRequest, which is recorded."""
+        """Return the body as `read` parses it, and the context of the call. Raises and records InvalidRequest."""
         try:
             return read(call.values), call.context
         except InvalidRequest as error:
@@ -235,7 +235,7 @@ class HttpApi:
         await call.reply_json(await to_bytes_in_turns(writer.whole(responses)))
 
     def _num_at_once(self, body: ParsedBody) -> int:
-        """Return how many prompts of a call may run at once: what is more than a quota would be refused each time."""
+        """Return how many prompts of a call may run at once, within the tenant's quota, which would refuse others."""
         most = self._handler.max_concurrent(body.requests[0].model)
         return _MAX_AT_ONCE if most is None else min(_MAX_AT_ONCE, max(1, most // body.num_choices))
 
@@ -273,19 +273,19 @@ class HttpApi:
         await call.end(data if isinstance(data, bytes) else await data)
 
     def _described(self, name: str, model: str, context: int) -> Json:
-        """Describe the model, or the adapter of it, that is called so."""
+        """Return the description of a model, or of an adapter of `model`, called `name`."""
         parent = {} if name == model else {"parent": model}
         known = {"id": name, "object": "model", "created": self._created, "owned_by": "baton"}
         return {**known, "root": model, **parent, "max_model_len": context}
 
 
 class _Endpoint:
-    """One path, as an application of its own: no request is made into an object that nobody asks for."""
+    """Serve one path as an ASGI application of its own, without Starlette's Request, which nothing here needs."""
 
     def __init__(
         self, guard: Guard, method: str, serve: Callable[[HttpCall], Coroutine[Any, Any, None]], to_error: ToError
     ):
-        """`method`: of baton.v1.Inference, whose callers and slots are those of this path too."""
+        """`method`: the call of baton.v1.Inference whose permissions and slots apply to this path."""
         self._guard, self._method, self._serve, self._to_error = guard, _INFERENCE + method, serve, to_error
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -295,8 +295,8 @@ class _Endpoint:
 def make_app(
     handler: RequestHandler, guard: Guard, origins: Sequence[str] = (), host_names: HostNames | None = None
 ) -> ASGIApp:
-    """Return the application. `origins`: of pages that browsers may let call it; `host_names`: those that a request
-    must name, where any caller may call everything."""
+    """Return the application. `origins`: of web pages that may call it; `host_names`: the names that the Host header
+    may have, if calls need no credentials."""
     api, openapi = HttpApi(handler), to_bytes(document())
 
     def route(path: str, serve: Callable, method: str, verb: str = "POST", tell: ToError = to_json) -> Route:
@@ -317,10 +317,10 @@ def make_app(
         route(f"{_MESSAGES}/count_tokens", api.count_tokens, "Tokenize", tell=to_anthropic),
         route("/v1/embeddings", api.embeddings, "Embed"),
         route("/v1/rerank", api.rerank, "Score"),
-        route("/rerank", api.rerank, "Score"),  # as vLLM has it too, and LiteLLM asks alone
+        route("/rerank", api.rerank, "Score"),  # vLLM has this path too, and LiteLLM only this one
         route("/v2/rerank", api.cohere_rerank, "Score"),
         route("/v1/models", api.models, "ListModels", "GET"),
-        route("/v1/models/", api.models, "ListModels", "GET"),  # is no model without a name
+        route("/v1/models/", api.models, "ListModels", "GET"),  # not a model with an empty name
         route("/v1/models/{model:path}", api.model, "GetModelInfo", "GET"),
         route("/tokenize", api.tokenize, "Tokenize"),
         route("/detokenize", api.detokenize, "Detokenize"),
@@ -343,7 +343,7 @@ def make_app(
 
 
 def refuse_head(is_too_large: bool, path: str) -> Response:
-    """Answer a head that is no HTTP, or too large."""
+    """Return the answer to a head that is not HTTP, or too large."""
     if is_too_large:
         message = f"has over {MAX_METADATA_BYTES} bytes or {MAX_METADATA_PAIRS} headers"
         return _error_response(BadCall("head", message, "HEAD_TOO_LARGE"), path)
@@ -356,7 +356,7 @@ def _refuse_host(host: str, path: str) -> Response:
 
 
 async def _elsewhere(request: Request, raised: Exception) -> Response:
-    """Answer a path or a verb that is not here."""
+    """Return the answer to an unknown path, or to a method that a path does not take."""
     path = request.url.path[:100]
     if isinstance(raised, HTTPException) and raised.status_code == 405:
         headers = raised.headers or {}
@@ -371,14 +371,14 @@ def _error_response(error: BatonError, path: str, headers: Mapping[str, str] | N
 
 
 def _check_size(num_texts: int, num_numbers: int, encoding: str) -> None:
-    """Raises InvalidRequest for more vectors than an answer may have, of so many numbers each."""
+    """Raise InvalidRequest if so many vectors, of so many numbers each, are too large for an answer."""
     if num_texts * embedding_bytes(num_numbers, encoding) > _MAX_VECTOR_BYTES:
         message = f"{num_texts} vectors have over {_MAX_VECTOR_BYTES} bytes: send fewer texts, or ask for base64"
         raise InvalidRequest("input", message)
 
 
 def _num_logprobs(response: pb.CompleteResponse) -> int:
-    """Return how many log-probabilities an answer tells: each choice has those of its prompt before its own."""
+    """Return how many log-probabilities an answer has: each choice repeats the prompt's before its own."""
     rows = [response.prompt_logprobs] * len(response.choices) + [choice.logprobs for choice in response.choices]
     return sum(len(row) * (1 + len(row[0].top)) for row in rows if row)
 

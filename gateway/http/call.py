@@ -1,5 +1,5 @@
-"""One HTTP call behind the same guard as gRPC's: a tenant by its key, a slot from before the body is read, bounds on
-the body's bytes and time, an answer, and a client that may hang up at any moment."""
+"""Run one HTTP call behind the same guard as gRPC's: find the tenant by its key, hold a slot from before the body is
+read, bound the body's size and time, and answer a client that may disconnect at any moment."""
 
 import asyncio
 import logging
@@ -23,16 +23,16 @@ from gateway.http.wire.encoding import Json, event, to_bytes
 from gateway.http.wire.errors import BadCall, headers_of, status_of
 from gateway.request.validation import MAX_REQUEST_BYTES, REQUEST_ID
 
-TIMEOUT_HEADER = "x-request-timeout"  # seconds: the deadline, which a gRPC call carries by itself
-_LINGER_S = 1.0  # a client that still sends its body reads nothing before it has ended
-_LAST_WORDS_S = 1.0  # to a client that does not read
-_FIRST_SILENCE_S = 30.0  # until a stream has to begin: so long an error has a status
-_SILENCE_S = 15.0  # of a stream; usual proxies end one after 60, clients for Node after 300
-_ID_HEADERS = (b"x-request-id", b"request-id")  # where clients of OpenAI look for a request's id, and Anthropic's
+TIMEOUT_HEADER = "x-request-timeout"  # the deadline in seconds, which gRPC has a field of its own for
+_LINGER_S = 1.0  # of reading on: a client that still sends its body does not read an answer yet
+_LAST_WORDS_S = 1.0  # for an error to a client that does not read
+_FIRST_SILENCE_S = 30.0  # until a stream begins: before that an error can have its own status
+_SILENCE_S = 15.0  # between events; usual proxies cut a silent stream after 60 s, clients for Node after 300
+_ID_HEADERS = (b"x-request-id", b"request-id")  # where OpenAI's and Anthropic's clients find a request's id
 _STREAM_HEADERS = (
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
-    (b"x-accel-buffering", b"no"),  # a proxy that gathers tokens would undo the stream
+    (b"x-accel-buffering", b"no"),  # proxies must not buffer the stream
 )
 
 
@@ -40,25 +40,25 @@ log = logging.getLogger(__name__)
 
 
 class ClientGone(asyncio.CancelledError):
-    """The client has hung up, or does not read: nobody waits for an answer. To whoever makes one it is a
-    cancellation."""
+    """The client has disconnected or does not read, so nobody waits for an answer. It counts as a cancellation of the
+    call."""
 
 
 ToError = Callable[[BatonError, Mapping[str, str]], Json]
-"""From an error and the client's words for fields of baton.v1 to the body that tells it."""
+"""Returns the body for an error. The mapping holds the client's names for fields of baton.v1."""
 
 
 class HttpCall:
-    """A request and its answer. `names`: the client's words for fields of baton.v1, once its body was read, and
-    `request_id` what logs have of it."""
+    """A request over HTTP and its answer. Once the body was read, `names` holds the client's names for fields of
+    baton.v1, and `request_id` the id in logs."""
 
     def __init__(self, scope: Scope, receive: Receive, send: Send, to_error: ToError):
         self.headers = Headers(scope=scope)
         self.path_params: Mapping[str, str] = scope["path_params"]
-        self.values: dict[str, Any] = {}  # the body's, until they were read
+        self.values: dict[str, Any] = {}  # of the body, until they were read
         self.names: Mapping[str, str] = {}
         self.request_id = ""
-        self.has_begun = False  # its answer
+        self.has_begun = False  # whether the answer has begun
         self._has_ended = False
         self._has_read_all = False
         self._is_gone = False
@@ -67,8 +67,8 @@ class HttpCall:
         self._scope, self._receive, self._send, self._to_error = scope, receive, send, to_error
 
     async def run(self, guard: Guard, method: str, serve: Callable[["HttpCall"], Coroutine[Any, Any, None]]) -> None:
-        """Let `serve` answer where the guard allows calls of `method`, the gRPC one that this stands for. A BatonError
-        becomes the answer, and so does what was not expected."""
+        """Let `serve` answer if the guard allows `method`, the gRPC call that this one stands for. A BatonError becomes
+        the answer, and so does an unexpected exception."""
         peer, is_served = _peer(self._scope), False
         try:
             tenant = guard.identify(self._shown, METHODS[method])
@@ -76,7 +76,7 @@ class HttpCall:
                 body = await slot.first(self._body)
                 if self._scope["method"] == "POST":
                     self.values = parse(body)
-                del body  # a prompt is not kept for the length of its answer
+                del body  # no longer needed, so not kept while the answer is written
                 is_served = True
                 await self._while_connected(serve(self))
         except BatonError as error:
@@ -94,18 +94,18 @@ class HttpCall:
 
     @property
     def _shown(self) -> list[str]:
-        """Return the credentials; Anthropic's clients show a key in a header of its own, and some in both."""
+        """Return the credentials. Anthropic's clients send a key as x-api-key, and some in both headers."""
         keys = [f"Bearer {key}" for key in self.headers.getlist("x-api-key")]
         return list(dict.fromkeys(self.headers.getlist("authorization") + keys))
 
     @property
     def without_deadline(self) -> CallContext:
-        """Return what its headers say of its trace."""
+        """Return the context of the call, with the trace that its headers name and no deadline."""
         return CallContext(parent=parse_traceparent(self.headers.get("traceparent", "")))
 
     @property
     def context(self) -> CallContext:
-        """Return what its headers say of deadline and trace. Raises InvalidRequest."""
+        """Return the context of the call, with the deadline and the trace of its headers. Raises InvalidRequest."""
         text = self.headers.get(TIMEOUT_HEADER)
         if text is None:
             return self.without_deadline
@@ -122,40 +122,40 @@ class HttpCall:
         await self.reply_json(to_bytes(value), status, headers)
 
     async def reply_json(self, body: bytes, status: int = 200, headers: tuple[tuple[bytes, bytes], ...] = ()) -> None:
-        """Answer with one object, as JSON."""
+        """Answer with one object that is JSON already."""
         own = ((b"content-type", b"application/json"), (b"content-length", b"%d" % len(body)))
         await self._begin(status, (*own, *headers))
         await self.end(body)
 
     def open_stream(self, to_event: Callable[[Json], bytes], ping: bytes) -> None:
-        """Have an answer of events. Has to be called before anything is waited for: the watch, which begins then, looks
-        once whether there are pings. `to_event`: from the body of an error to the event that the answer ends with;
-        `ping`: what is sent where nothing else is, so that neither client nor proxy takes it for dead."""
+        """Make the answer a stream of events. This must be called before anything is awaited, as the watch begins at
+        the first await and checks only then whether to send pings. `to_event`: turns the body of an error into the last
+        event; `ping`: is sent when nothing else is, so that neither client nor proxy takes the stream for dead."""
         self._to_event, self._ping = to_event, ping
         self._ping_at = _time() + _FIRST_SILENCE_S
 
     async def begin_stream(self) -> None:
-        """Begin the answer of events."""
+        """Send the status and the headers of a stream."""
         await self._begin(200, _STREAM_HEADERS)
 
     async def write(self, data: bytes) -> None:
-        """Send a part of a stream; waits for a client that reads more slowly."""
+        """Send a part of a stream; wait for a client that reads slowly."""
         self._ping_at = _time() + _SILENCE_S
         await self._send({"type": "http.response.body", "body": data, "more_body": True})
 
     async def end(self, data: bytes = b"") -> None:
         """Send the last part of the answer. Raises ClientGone."""
-        await self._end(data, LAST_PART_S)  # until then it holds its tenant's slot
+        await self._end(data, LAST_PART_S)  # bounded, as the call holds its tenant's slot meanwhile
 
     async def _begin(self, status: int, headers: tuple[tuple[bytes, bytes], ...]) -> None:
         self.has_begun = True
         if REQUEST_ID.fullmatch(self.request_id):
             headers = (*headers, *((name, self.request_id.encode()) for name in _ID_HEADERS))
-        # It waits for room in a connection whose client has not read the answer before.
+        # This waits for room in the connection if its client has not read the previous answer.
         await self._within(LAST_PART_S, {"type": "http.response.start", "status": status, "headers": list(headers)})
 
     async def _fail(self, error: BatonError) -> None:
-        """Answer with the error: as a status, or as the last event of an answer that has begun."""
+        """Answer with the error: as a status, or as the last event if the answer has begun."""
         value, headers = self._to_error(error, self.names), headers_of(error)
         self.request_id = error.request_id or self.request_id
         if self.has_begun:
@@ -175,7 +175,7 @@ class HttpCall:
         await self._within(within_s, {"type": "http.response.body", "body": data})
 
     async def _within(self, seconds: float, message: Message) -> None:
-        """As _send_within."""
+        """Send a message within so many seconds. Raises ClientGone, and notes it."""
         try:
             await _send_within(seconds, self._scope, self._send, message)
         except ClientGone:
@@ -183,8 +183,8 @@ class HttpCall:
             raise
 
     async def _read_on(self) -> None:
-        """Read, and drop, what the client still sends: closed at once, it would see a broken connection and no
-        answer."""
+        """Read and drop what the client still sends: if the connection closed now, the client would report that, and
+        never read the answer."""
         try:
             async with asyncio.timeout(_LINGER_S):
                 while (await self._receive()).get("more_body"):
@@ -193,12 +193,12 @@ class HttpCall:
             return
 
     async def _body(self) -> bytes:
-        """Return the body, whole. Raises BatonError for one that is too large or not JSON, ClientGone."""
+        """Return the body. Raises BadCall if it is too large or not JSON, ClientGone if the client disconnects."""
         kind = self.headers.get("content-type", "").partition(";")[0].strip().lower()
         if self._scope["method"] == "POST" and kind != "application/json":
-            # Also what keeps pages of other hosts out: a browser sends them JSON only where that host allows it.
+            # This also keeps out pages of other hosts: for them a browser sends JSON only if this host allows it.
             raise BadCall("content-type", "must be application/json", "NOT_JSON")
-        body, length = bytearray(), self.headers.get("content-length", "").lstrip("0")  # the parser bounds the rest
+        body, length = bytearray(), self.headers.get("content-length", "").lstrip("0")  # the parser bounds its digits
         while True:
             if len(body) > MAX_REQUEST_BYTES or (length.isdecimal() and int(length) > MAX_REQUEST_BYTES):
                 raise BadCall("body", f"has over {MAX_REQUEST_BYTES} bytes", "BODY_TOO_LARGE")
@@ -211,7 +211,7 @@ class HttpCall:
                 return bytes(body)
 
     async def _while_connected(self, work: Awaitable[None]) -> None:
-        """Do the work; cancelled, and ClientGone raised, when the client hangs up."""
+        """Await the work. When the client disconnects, the work is cancelled and ClientGone raised."""
         task = asyncio.current_task()
         assert task is not None
         watching = asyncio.create_task(self._watch(task))
@@ -226,7 +226,7 @@ class HttpCall:
             watching.cancel()
 
     async def _watch(self, task: asyncio.Task) -> None:
-        """Cancel the task when the client hangs up, and until then let no stream be silent."""
+        """Cancel the task when the client disconnects; until then send pings in a silent stream."""
         while True:
             try:
                 async with asyncio.timeout_at(self._ping_at):
@@ -239,8 +239,8 @@ class HttpCall:
             task.cancel()
 
     async def _break_silence(self) -> None:
-        """Send a ping, unless something was written meanwhile. A client that has not read what was written needs none;
-        and where there is room nothing is waited for, so that no other part of the answer comes between."""
+        """Send a ping, unless something was written meanwhile or the client has not read what was. With room in the
+        connection the write does not wait, so no other part of the answer comes between."""
         if self._ping_at is None or _time() < self._ping_at:
             return
         self._ping_at = _time() + _SILENCE_S
@@ -251,9 +251,8 @@ class HttpCall:
 
 
 class WriteTimeout:
-    """An application that hangs up on clients that leave no room for an answer, as they do not read: for pages and
-    refusals, which are no HttpCall. What a stream has between its first part and its last waits as long as its request
-    may."""
+    """Wrap an application to disconnect clients that do not read. This bounds the last part of any answer, such as
+    pages and refusals, which are no HttpCall; the other parts of a stream may wait as long as its request may take."""
 
     def __init__(self, app: ASGIApp):
         self._app = app
@@ -270,8 +269,8 @@ class WriteTimeout:
 
 
 async def _send_within(seconds: float, scope: Scope, send: Send, message: Message) -> None:
-    """Send; hang up on a client that leaves no room for it, as it does not read, in so many seconds. Raises
-    ClientGone."""
+    """Send a message. If the client does not read, so that there is no room within so many seconds, abort the
+    connection and raise ClientGone."""
     try:
         async with asyncio.timeout(seconds):
             await send(message)
@@ -286,6 +285,6 @@ def _time() -> float:
 
 
 def _peer(scope: Scope) -> str:
-    """Return the client's address, as gRPC would name it."""
+    """Return the client's address in gRPC's form."""
     host, port = scope["client"] or ("", 0)
     return f"ipv6:[{host}]:{port}" if ":" in host else f"ipv4:{host}:{port}"

@@ -1,4 +1,4 @@
-"""The OpenAPI document, made from the table by which requests are read."""
+"""Make the OpenAPI document from the tables by which requests are read."""
 
 from collections.abc import Mapping, Sequence
 
@@ -135,7 +135,7 @@ _OF_MESSAGES = {**ANTHROPIC, "metadata": OBJECT, "stream": BOOLEAN.schema}
 
 
 def document() -> Json:
-    """Return the document."""
+    """Return the OpenAPI document."""
     chat = _body(_OF_CHAT, ["messages"], CHAT, CHAT_NEUTRAL)
     completion = _body({"prompt": prompts(MAX_PROMPTS), **_STREAMED}, ["prompt"], COMPLETION, COMPLETION_NEUTRAL)
     embeddings = _body(
@@ -203,7 +203,7 @@ def _body(
     table: Sequence[Field] = (),
     neutral: Mapping[str, tuple] = {},
 ) -> Json:
-    """Return the schema of a body. `neutral`: fields of which only these values are accepted."""
+    """Return the schema of a body. `neutral`: fields that accept only these values."""
     properties = {**others, **{row.name: row.kind.schema for row in table}}
     nullable = {name: schema if name in required else _or_null(schema) for name, schema in properties.items()}
     accepted = {name: {"enum": [*values, None]} for name, values in neutral.items()}
@@ -222,6 +222,7 @@ def _or_null(schema: Json) -> Json:
 def _operation(
     summary: str, answer: Json, body: Json | None = None, streams: bool = False, error: Json = _ERROR
 ) -> Json:
+    """Return an operation of a path. `answer`, `body` and `error`: schemas; `streams`: the answer may be events."""
     content: Json = {"application/json": {"schema": answer}}
     if streams:
         content["text/event-stream"] = {"schema": {"type": "string"}}

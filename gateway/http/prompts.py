@@ -1,4 +1,4 @@
-"""Prompts of one call: some of them at once, and those that are refused again."""
+"""Fan out the prompts of one call: serve several at a time, and retry those that are refused."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Collection
@@ -21,10 +21,10 @@ async def serve_each(
     begun: Collection[int] = (),
     place_of: Callable[[int, InvalidRequest], str] = lambda _, error: error.field or "",
 ) -> list[T]:
-    """Serve the prompts of a call and return what becomes of each. One that is refused beside others of them is served
-    again once fewer run, and once some are served a quota of tokens is waited out, within the deadline of `context`;
-    but nothing is served again whose answer has `begun`. Raises what the first to fail does, and ends the others.
-    `place_of(prompt, error)`: the call's word for what is wrong with one of several."""
+    """Serve the prompts of a call and return the results in order. A prompt that is refused while others run is retried
+    with fewer at a time; once some were served, an exhausted quota of tokens is waited for, within the deadline of
+    `context`. A prompt whose answer has `begun` is not retried. Raises the first failure, and cancels the others.
+    `place_of(prompt, error)`: the client's name for the field of an error with one of several prompts."""
     if num_prompts == 1:
         return [await serve(0, context)]
     turns = _Turns(serve, most_at_once, context, begun, place_of)
@@ -38,8 +38,8 @@ async def serve_each(
 
 
 class _Turns(Generic[T]):
-    """The turns of the prompts of one call: fewer at once after a refusal, one more after each that was served
-    without."""
+    """Limit how many prompts of a call run at once: fewer after a refusal, one more after each prompt that is served
+    without a refusal."""
 
     def __init__(
         self,
@@ -56,7 +56,7 @@ class _Turns(Generic[T]):
         self._is_any_served, self._changed = False, asyncio.Condition()
 
     async def serve_in_turn(self, prompt: int) -> T:
-        """Return what becomes of a prompt. Raises BatonError."""
+        """Return the result of a prompt, once few enough run. Raises BatonError."""
         while True:
             async with self._changed:
                 await self._changed.wait_for(lambda: self._num_running < self._num_at_once)
@@ -65,7 +65,7 @@ class _Turns(Generic[T]):
             try:
                 return await self._serve_now(prompt)
             except Overloaded:
-                # Refusals are paced: those that ran beside it may have ended before it is told.
+                # Refusals are delayed, so prompts that ran beside this one may have ended meanwhile.
                 is_alone = self._num_running == 1 and self._num_ended == num_ended
                 if is_alone or prompt in self._begun:
                     raise
@@ -79,7 +79,7 @@ class _Turns(Generic[T]):
                     self._changed.notify_all()
 
     async def _serve_now(self, prompt: int) -> T:
-        """Serve a prompt whose turn it is, which it keeps while it waits for a quota. Raises BatonError."""
+        """Return the result of a prompt, which keeps its turn while it waits for a quota. Raises BatonError."""
         has_waited = False
         while True:
             try:
@@ -90,14 +90,14 @@ class _Turns(Generic[T]):
                 self._num_at_once, has_waited = 1, True
                 await asyncio.sleep(error.retry_after_s or 0.0)
             else:
-                if not has_waited:  # else the quota has nothing for a second one
+                if not has_waited:  # otherwise the quota is too small for a second one
                     self._num_at_once = min(self._num_at_once + 1, self._most_at_once)
                 self._is_any_served = True
                 return answer
 
     def _is_to_wait(self, error: Overloaded) -> bool:
-        """Return whether to wait as long as a refusal says. While others run it is their end that is waited for: they
-        give back what they do not use."""
+        """Return whether to wait as long as a refusal says. While other prompts run it is better to wait for their end,
+        as they return the part of the quota that they do not use."""
         is_quota = error.reason == TENANT_TOKENS and self._is_any_served and self._num_running == 1
         left_s = self._now().time_left_s
         return is_quota and (left_s is None or (error.retry_after_s or 0.0) < left_s)

@@ -1,4 +1,4 @@
-"""JSON schemas of what bodies have in common: conversations, prompts and constraints."""
+"""JSON schemas that bodies share: conversations, prompts and constraints."""
 
 from collections.abc import Sequence
 
@@ -14,7 +14,7 @@ from gateway.request.messages import NAME, ROLES
 
 OBJECT = {"type": "object"}
 _NAME = {"type": "string", "pattern": f"^{NAME.pattern}$"}
-_CALLED = {**STRING.schema, "minLength": 1}  # a model may have made it up
+_CALLED = {**STRING.schema, "minLength": 1}  # any name, as a model may have made it up
 
 
 def closed(required: Sequence[str], **properties: Json) -> Json:
@@ -31,7 +31,7 @@ def _parts(*kinds: str, **others: Json) -> Json:
 
 
 def _content(*kinds: str, besides: Sequence[Json] = (), **others: Json) -> Json:
-    notes: Json = {name: {} for name in ("annotations", "logprobs", "parsed", "id", "index")}  # nobody reads them
+    notes: Json = {name: {} for name in ("annotations", "logprobs", "parsed", "id", "index")}  # ignored
     return {"anyOf": [STRING.schema, _list_of(_parts(*kinds, **notes, **others), *besides)]}
 
 
@@ -202,7 +202,7 @@ _MESSAGES = _conversation(
         tool_calls={"anyOf": [_list_of(_CALL), {"type": "null"}]},
         tool_call_id=_TEXT_OR_NULL,
         parsed={},
-        id=_TEXT_OR_NULL,  # of a result, as `extra` is
+        id=_TEXT_OR_NULL,  # of a tool's result, as `extra` is
         extra=OBJECT,
     ),
 )
@@ -211,7 +211,7 @@ _NAMED_CHOICE = closed(["type", "function"], type={"const": "function"}, functio
 
 
 def _reasoning_options() -> Json:
-    """Return the schemas of fields that say how the model is to reason."""
+    """Return the schemas of the reasoning options."""
     found: Json = {}
     for name, kind, _ in REASONING_OPTIONS:
         parent, _, own = name.rpartition(".")

@@ -1,4 +1,4 @@
-"""The answer of Anthropic's Messages API: one object, or the events of a stream."""
+"""Write answers of Anthropic's Messages API: one object, or the events of a stream."""
 
 import json
 import sys
@@ -17,23 +17,23 @@ _MOST = sys.float_info.max
 
 
 class MessageWriter:
-    """The writer of one answer."""
+    """Write one answer."""
 
     ping = named_event("ping", {"type": "ping"})
 
     def __init__(self, body: ParsedBody, model: str, values: Mapping[str, Any] = {}):
-        """`values`: of the body, which may ask for the edits of the conversation, of which there are none, and that
-        reasoning be not displayed."""
+        """`values`: the body's. It may ask for edits of the conversation, of which there are none, and that reasoning
+        is not displayed."""
         self._id, self._model = body.id, model
         self._edits: Json = {"context_management": {"applied_edits": []}} if "context_management" in values else {}
         self._hides = values.get("thinking", {}).get("display") == DISPLAYS[1]
-        self._thoughts = list[str]()  # that are not displayed, of the block that is open
+        self._thoughts = list[str]()  # reasoning of the open block that is not displayed
         self._has_begun = False
-        self._blocks: list[str] = []  # types of those of a stream, the last one open
+        self._blocks: list[str] = []  # the types of a stream's blocks so far; the last one is open
         self._end: Json = {}
 
     def chunk(self, prompt: int, message: pb.GenerateResponse) -> bytes:
-        """Return the events for a message; there is one choice of one prompt."""
+        """Return the events for a message; a request has one prompt and one choice."""
         data = b""
         if not self._has_begun:
             self._has_begun = True
@@ -79,13 +79,13 @@ class MessageWriter:
         return {**self._message(content, _usage(response.usage)), **_end(choice), **self._edits}
 
     def _within(self, kind: str) -> bytes:
-        """Return the events after which a block of this type is open."""
+        """Return the events that open a block of this type, unless one is open."""
         if self._blocks and self._blocks[-1] == kind:
             return b""
         return self._begin(kind, _block(kind, ""))
 
     def _begin(self, kind: str, block: Json) -> bytes:
-        """Return the events that close the block that is open, if one is, and open this one."""
+        """Return the events that close the open block, if there is one, and open this one."""
         data = self._close() if self._blocks else b""
         self._blocks.append(kind)
         return data + _event("content_block_start", index=len(self._blocks) - 1, content_block=block)
@@ -113,7 +113,7 @@ def _event(kind: str, **values: object) -> bytes:
 
 
 def _block(kind: str, text: str, hides: bool = False) -> Json:
-    """Return a block of content; in a stream the signature of a thinking one comes at its end."""
+    """Return a block of content; in a stream the signature of a thinking block comes at its end, and is empty here."""
     signature = {"signature": sign(text, hides) if text else ""} if kind == "thinking" else {}
     return {"type": kind, kind: "" if hides else text, **signature}
 
@@ -123,7 +123,7 @@ def _use(call: pb.ToolCall) -> Json:
 
 
 def _input(call: pb.ToolCall) -> Json:
-    """Return the arguments of a call. A number beyond all floats is the last of them: JSON has no infinity."""
+    """Return the arguments of a call. A number beyond the largest float becomes that float, as JSON has no infinity."""
     found: Json = json.loads(call.arguments, parse_float=lambda text: max(-_MOST, min(float(text), _MOST)))
     return found
 

@@ -1,4 +1,4 @@
-"""Bodies of Anthropic's Messages API, read into messages of baton.v1."""
+"""Read bodies of Anthropic's Messages API into messages of baton.v1."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -24,7 +24,7 @@ from gateway.http.wire.errors import ThreadRefused
 from gateway.http.wire.signatures import hidden_in
 from gateway.request.messages import MAX_CALLS, MAX_MESSAGES, MAX_TOOLS, THINKING
 
-# Fields of a document, and of each source that is text.
+# Fields of a document, and of each type of source that is text.
 DOCUMENT = ("type", "source", "title", "context", "citations", "cache_control")
 _SOURCES = {"text": ("type", "media_type", "data"), "content": ("type", "content")}
 MESSAGES = (
@@ -40,18 +40,18 @@ _CONVERSATION = (
     "messages", "system", "cache_control", "tools", "tool_choice", "thinking", "output_config", "output_format",
     "context_management",
 )  # fmt: skip
-# Fields of each type of thinking; how much a budget asks for changes nothing.
+# Fields of each type of thinking; the size of a budget changes nothing.
 THINKS: Mapping[str, tuple[str, ...]] = {
     "enabled": ("type", "budget_tokens", "display"),
     "adaptive": ("type", "display"),
     "disabled": ("type",),
 }
-DISPLAYS = ("summarized", "omitted")  # of reasoning: as it is, or not
+DISPLAYS = ("summarized", "omitted")  # of reasoning: shown unchanged, or hidden
 CHOICE_TYPES = {
     "auto": pb.TOOL_CHOICE_AUTO,
     "any": pb.TOOL_CHOICE_REQUIRED,
     "none": pb.TOOL_CHOICE_NONE,
-    "tool": pb.TOOL_CHOICE_UNSPECIFIED,  # the one that is named
+    "tool": pb.TOOL_CHOICE_UNSPECIFIED,  # the named tool
 }
 # Fields of a tool, and of each type of block that a role may have.
 TOOL_FIELDS = ("name", "description", "input_schema", "strict", "type", "cache_control", "eager_input_streaming")
@@ -88,17 +88,17 @@ def read_messages(values: Mapping[str, Any]) -> ParsedBody:
 
 
 def read_count_tokens(values: Mapping[str, Any]) -> tuple[pb.TokenizeRequest, dict[str, str]]:
-    """Read the body of /v1/messages/count_tokens; return the request and the words for its fields. Raises
+    """Read the body of /v1/messages/count_tokens; return the request and the client's names of its fields. Raises
     InvalidRequest."""
     check_known(values, (), {}, (*_CONVERSATION, "model"))
-    read_constraint(pb.GenerateRequest(), values, {})  # the model is not told of it
+    read_constraint(pb.GenerateRequest(), values, {})  # checked only, as a prompt does not have it
     names = {**TOKENIZE_NAMES, **_NAMES}
     model = read_value(values, "model", STRING, "")
     return pb.TokenizeRequest(model=model, messages=_conversation(values, names)), names
 
 
 def _conversation(values: Mapping[str, Any], names: dict[str, str]) -> pb.Messages:
-    """Read a conversation, and its words for messages and tools into `names`."""
+    """Read and return a conversation; add the client's names of messages and tools to `names`."""
     given = values.get("messages")
     if not isinstance(given, list) or not given:
         raise InvalidRequest("messages", "is missing" if given is None else "must be a list of messages, and not empty")
@@ -139,13 +139,13 @@ def _thinking(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _effort(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the variable of the chat template that says how much."""
+    """Return the variable of the chat template that says how much the model reasons."""
     effort = values.get("output_config", {}).get("effort")
     return {} if effort is None else {"reasoning_effort": read_as("output_config.effort", EFFORT, effort)}
 
 
 def _tools(values: Mapping[str, Any], names: dict[str, str]) -> pb.Messages:
-    """Return a conversation with its tools alone."""
+    """Return a conversation that has tools and no messages; add the client's names of tools to `names`."""
     choice = read_object("tool_choice", values.get("tool_choice", {"type": "auto"}), _CHOICE)
     kind = read_as("tool_choice.type", STRING, choice.get("type"))
     if kind not in CHOICE_TYPES:
@@ -161,7 +161,7 @@ def _tools(values: Mapping[str, Any], names: dict[str, str]) -> pb.Messages:
         if isinstance(tool, dict) and (tool.get("type") or "custom") != "custom":  # first: it has other fields
             raise InvalidRequest(f"{where}.type", "is not supported here: tools of one's own are")
         fields = read_object(where, tool, TOOL_FIELDS)
-        # Every stream has arguments as they are written.
+        # Streams send arguments as they are written in any case.
         read_as(f"{where}.eager_input_streaming", BOOLEAN, fields.get("eager_input_streaming", False))
         conversation.tools.append(read_tool(where, fields, "input_schema"))
         names[f"messages.{where}.parameters"] = f"{where}.input_schema"
@@ -169,7 +169,7 @@ def _tools(values: Mapping[str, Any], names: dict[str, str]) -> pb.Messages:
 
 
 def _messages(where: str, message: object) -> Iterator[tuple[pb.Message, dict[str, str]]]:
-    """Yield the messages that one is, each with its words for fields: results of tools are messages of their own."""
+    """Yield one message, or several if it has results of tools, each with the client's names of its fields."""
     if not isinstance(message, dict):
         raise InvalidRequest(where, "must be an object with role and content")
     message = read_object(where, message, ("role", "content"), keeps_empty_lists=True)
@@ -182,7 +182,7 @@ def _messages(where: str, message: object) -> Iterator[tuple[pb.Message, dict[st
     for index, block in enumerate(content):
         here = f"{where}.content[{index}]"
         kind, fields = _fields(here, role, block)
-        if kind == "redacted_thinking":  # another service's, which alone can read it
+        if kind == "redacted_thinking":  # encrypted by another service, which alone can read it
             continue
         if kind == "tool_result":
             if merged is not None:
@@ -200,7 +200,7 @@ def _messages(where: str, message: object) -> Iterator[tuple[pb.Message, dict[st
 
 
 class _MergedBlocks:
-    """Blocks that are one message. Texts are joined once: a message of protobuf keeps every value of a field."""
+    """Merge blocks into one message. Texts are joined once, as a protobuf message keeps every value of a field."""
 
     def __init__(self, role: str):
         self.calls: list[pb.ToolCall] = []
@@ -208,6 +208,7 @@ class _MergedBlocks:
         self._texts, self._thoughts = list[str](), list[str]()
 
     def add(self, where: str, kind: str, fields: Mapping[str, Any]) -> None:
+        """Add a block. Raises InvalidRequest."""
         if kind in ("text", "document"):
             self._texts.append(read_block(where, fields))
         elif kind == "thinking":
@@ -219,6 +220,7 @@ class _MergedBlocks:
             raise InvalidRequest(where, f"is beyond the {MAX_CALLS} calls that a message may have")
 
     def message(self) -> pb.Message:
+        """Return the message of all blocks."""
         content, reasoning = "".join(self._texts), "".join(self._thoughts)
         return pb.Message(role=self._role, content=content, reasoning=reasoning, tool_calls=self.calls)
 
@@ -242,7 +244,7 @@ def _call(where: str, fields: Mapping[str, Any]) -> pb.ToolCall:
 
 
 def _result(where: str, fields: Mapping[str, Any]) -> pb.Message:
-    """Return what a tool answered; that it failed stands in its words."""
+    """Return the message of a tool's result. `is_error` changes nothing, as its text says that the tool failed."""
     read_as(f"{where}.is_error", BOOLEAN, fields.get("is_error", False))
     return pb.Message(
         role="tool",
@@ -252,8 +254,8 @@ def _result(where: str, fields: Mapping[str, Any]) -> pb.Message:
 
 
 def read_block(where: str, block: object) -> str:
-    """Return the text of a part, or of a document of Anthropic's: its title, what is said of it and its own text, each
-    with a blank line behind it."""
+    """Return the text of a part, or of a document of Anthropic's: its title, its context and its text, each followed
+    by a blank line."""
     if not isinstance(block, dict) or block.get("type") != "document":
         return read_part(where, block)
     fields = read_object(where, block, DOCUMENT)
@@ -270,7 +272,7 @@ def read_block(where: str, block: object) -> str:
 
 
 def read_blocks(where: str, content: object) -> str:
-    """As read_content, of parts and documents."""
+    """Return the text of a content, whose parts may be documents."""
     if not isinstance(content, list):
         return read_content(where, content)
     return "".join(read_block(f"{where}[{index}]", block) for index, block in enumerate(content))

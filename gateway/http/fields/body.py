@@ -1,4 +1,4 @@
-"""A body, and what it asks for in messages of baton.v1."""
+"""Parse a body, and hold what it asks for as messages of baton.v1."""
 
 import json
 import secrets
@@ -15,7 +15,7 @@ from gateway.http.fields.tables import Field
 
 @dataclass
 class ParsedBody:
-    """What a body asks for. `names`: its words for fields of baton.v1, by path."""
+    """What a body asks for. `names`: the client's names for fields of baton.v1, by path."""
 
     id: str
     requests: list[pb.GenerateRequest]
@@ -24,8 +24,8 @@ class ParsedBody:
     include_usage: bool = False
     continuous_usage_stats: bool = False
     return_token_ids: bool = False
-    is_prompt_alone: bool = False  # what is answered is not told
-    hides_reasoning: bool = False  # nor what was thought before it
+    is_prompt_alone: bool = False  # the answer itself is left out (max_tokens was 0)
+    hides_reasoning: bool = False  # reasoning is left out
     num_choices: int = field(init=False)  # of each request
 
     def __post_init__(self) -> None:
@@ -33,7 +33,7 @@ class ParsedBody:
 
 
 def parse(body: bytes) -> dict[str, Any]:
-    """Return the object that a body is. Raises InvalidRequest."""
+    """Return the JSON object in a body. Raises InvalidRequest."""
     try:
         values = json.loads(body, parse_constant=_no_constant)
     except (ValueError, RecursionError) as error:
@@ -49,7 +49,7 @@ def new_id() -> str:
 
 
 def fill(request: pb.GenerateRequest, values: Mapping[str, Any], table: Sequence[Field], names: dict[str, str]) -> None:
-    """Set the fields of `table` that are given, and the constraint; note their words in `names`. Raises
+    """Set the fields of `table` that are given, and the constraint; add the client's names to `names`. Raises
     InvalidRequest."""
     fill_rows(request, values, table, names)
     read_constraint(request, values, names)

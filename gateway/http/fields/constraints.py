@@ -1,5 +1,5 @@
-"""What an answer may be, in OpenAI's forms (response_format, and text.format of a response), in Anthropic's
-(output_config.format), in vLLM's (structured_outputs) and in the older ones of vLLM, SGLang and llama.cpp."""
+"""Read constraints on answers in the forms of OpenAI (response_format, and text.format of a response), of Anthropic
+(output_config.format), of vLLM (structured_outputs), and of SGLang, llama.cpp and older vLLM."""
 
 from collections.abc import Mapping
 from functools import partial
@@ -19,17 +19,17 @@ from gateway.http.fields.tables import (
     Field,
 )
 
-_BACKEND = "guided_decoding_backend"  # of older vLLM: there is one
+_BACKEND = "guided_decoding_backend"  # of older vLLM, ignored: there is one backend
 CONSTRAINED = ("response_format", "structured_outputs", _BACKEND, *(row.name for row in BARE_CONSTRAINTS))
 _NAMED = {"name", "description", "schema", "strict"}  # of response_format.json_schema
-# A schema beside either type, as llama.cpp and others have it, and TGI, whose word Hugging Face's client sends to all.
+# Fields for a schema beside `type`: of llama.cpp and others, and of TGI, whose name Hugging Face's client always sends.
 _BESIDE = ("schema", "value")
-_read_object = partial(read_object, keeps_empty_lists=True)  # no choice at all is an error of its own
+_read_object = partial(read_object, keeps_empty_lists=True)  # an empty list of choices has an error of its own
 
 
 def read_constraint(request: pb.GenerateRequest, values: Mapping[str, Any], names: dict[str, str]) -> None:
-    """Read the constraint of a body, if it has one, and its words for it into `names`. A format is of the answer's
-    text, which one that has to be calls has not. Raises InvalidRequest."""
+    """Read the constraint of a body, if it has one, and add the client's names for it to `names`. A format applies to
+    the text of an answer, so it is ignored if the answer must be calls. Raises InvalidRequest."""
     must_call = request.messages.tool_choice == pb.TOOL_CHOICE_REQUIRED or bool(request.messages.tool_name)
     found = dict[str, Any]()
     for name, read in _READERS.items():
@@ -60,7 +60,7 @@ def _value(row: Field, value: object) -> Any:
 
 
 def _of_format(value: object) -> dict[str, Any]:
-    """Return what a row of FORMATS reads, by its name: of one of OpenAI's three types, one of which says nothing."""
+    """Return the value of a row of FORMATS, by its name; nothing for type text. It has one of OpenAI's three types."""
     fields = _read_object("response_format", value, {"type", "json_schema", *_BESIDE})
     kind = _kind("response_format", fields)
     for name in _BESIDE:
@@ -73,11 +73,11 @@ def _of_format(value: object) -> dict[str, Any]:
             raise InvalidRequest("response_format.json_schema", f"is given beside type {kind}")
         return {"response_format.type": True} if kind == "json_object" else {}
     named = _read_object("response_format.json_schema", fields.get("json_schema"), _NAMED)
-    return {"response_format.json_schema.schema": named.get("schema")}  # kept to, whether `strict` asks for it or not
+    return {"response_format.json_schema.schema": named.get("schema")}  # enforced whether `strict` is true or not
 
 
 def _of_text(value: object) -> dict[str, Any]:
-    """As _of_format, of a response: its schema stands beside the type."""
+    """Return what `_of_format` does for the Responses API, where the schema is beside the type."""
     fields = _read_object("text", value, {"format", "verbosity"})
     if "verbosity" in fields:
         read_as("text.verbosity", VERBOSITY, fields["verbosity"])
@@ -93,7 +93,7 @@ def _of_text(value: object) -> dict[str, Any]:
 
 
 def _of_output_config(value: object) -> dict[str, Any]:
-    """As _of_text, of a message of Anthropic's, whose one type is that of a schema."""
+    """Return what `_of_format` does for Anthropic's Messages API, which has type json_schema only."""
     fields = _read_object("output_config", value, {"format", "effort"})
     if "format" not in fields:
         return {}
@@ -101,7 +101,7 @@ def _of_output_config(value: object) -> dict[str, Any]:
 
 
 def _of_output_format(value: object, where: str = "output_format") -> dict[str, Any]:
-    """As _of_output_config, which had this name before."""
+    """Return what `_of_output_config` does for this field's older name."""
     fields = _read_object(where, value, {"type", "schema"})
     if fields.get("type") != "json_schema":
         raise InvalidRequest(f"{where}.type", "must be json_schema")
@@ -127,7 +127,7 @@ def _of_vllm(value: object) -> dict[str, Any]:
     return {f"structured_outputs.{name}": each for name, each in fields.items()}
 
 
-# Each returns what one row reads, by its name, or nothing.
+# Each returns the value of one row of the tables, by the row's name, or nothing.
 _READERS = {
     "response_format": _of_format,
     "text": _of_text,

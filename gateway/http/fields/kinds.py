@@ -1,4 +1,4 @@
-"""Forms of values in JSON: in words, as JSON schema, and how each is read."""
+"""The kinds of values that fields have in JSON: a description, a JSON schema and a reader for each."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -8,7 +8,7 @@ from baton.v1 import inference_pb2 as pb
 
 
 class ValueKind(NamedTuple):
-    """A form of a value: in words, as JSON schema, and how it is read. `read` raises ValueError or TypeError."""
+    """A kind of values. `words`: its description; `read` returns the value, or raises ValueError or TypeError."""
 
     words: str
     schema: dict[str, Any]
@@ -28,7 +28,7 @@ def _number(value: object) -> float:
 
 
 def _integer(value: object) -> int:
-    if isinstance(value, float) and value.is_integer():  # an integer too, says JSON schema
+    if isinstance(value, float) and value.is_integer():  # which JSON schema takes for an integer
         value = int(value)
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError
@@ -38,12 +38,12 @@ def _integer(value: object) -> int:
 def _string(value: object) -> str:
     if not isinstance(value, str):
         raise TypeError
-    value.encode()  # half a surrogate pair is no text
+    value.encode()  # raises for half a surrogate pair, which is no text
     return value
 
 
 def _seed(value: object) -> int:
-    """OpenAI's may be below 0: each is a seed of its own."""
+    """Return a seed of 64 bits. OpenAI's may be negative: it becomes another seed than any positive one of 63 bits."""
     seed = _integer(value)
     if not -(1 << 63) <= seed < 1 << 64:
         raise ValueError
@@ -63,7 +63,7 @@ def _texts(value: object) -> list[str]:
 def _token_ids(value: object) -> list[int]:
     if not isinstance(value, list):
         raise TypeError
-    if set(map(type, value)) <= {int}:  # of 500,000 ids each step costs 0.1 s
+    if set(map(type, value)) <= {int}:  # with 500,000 ids each pass costs 0.1 s
         return value
     return [_integer(each) for each in value]
 
@@ -123,7 +123,7 @@ def _true(value: object) -> bool:
 
 
 def _json_schema(value: object) -> str:
-    """An object, or its text: vLLM takes both."""
+    """Return a JSON schema as text; it may be an object or text, as in vLLM."""
     return value if isinstance(value, str) and _string(value) else _object_text(value)
 
 
@@ -155,8 +155,8 @@ EFFORT = _one_of(EFFORTS)
 THINKING_TYPES = {"enabled": True, "adaptive": True, "disabled": False}
 THINKING_TYPE = ValueKind(f"one of {', '.join(THINKING_TYPES)}", {"enum": [*THINKING_TYPES]}, _thinking_type)
 ALL = ValueKind("all", {"const": "all"}, _all)
-SUMMARY = _one_of(("auto", "concise", "detailed"))  # of reasoning: none is made
-VERBOSITY = _one_of(("low", "medium", "high"))  # read by nobody: no chat template has a place for it
+SUMMARY = _one_of(("auto", "concise", "detailed"))  # of reasoning; ignored, as none is made
+VERBOSITY = _one_of(("low", "medium", "high"))  # ignored, as no chat template has a variable for it
 TRUE = ValueKind("true", {"const": True}, _true)
 TEXTS = ValueKind("a list of strings", {"type": "array", "items": {"type": "string"}}, _texts)
 JSON_SCHEMA = ValueKind("a JSON schema, an object or its text", {"type": ["object", "string"]}, _json_schema)

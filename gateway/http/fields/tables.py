@@ -1,5 +1,5 @@
-"""One table: a field of OpenAI's requests, its form in JSON, and the field of baton.v1.GenerateRequest that says the
-same. The reader of requests, the words of errors and the OpenAPI document come from it."""
+"""Tables of the fields of requests: the client's name, the kind of value, and the field of baton.v1 with this meaning.
+The readers of requests, the names in errors and the OpenAPI document derive from them."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
@@ -34,7 +34,7 @@ from gateway.http.fields.kinds import (
 
 
 class Field(NamedTuple):
-    """`path`: of GenerateRequest, as "sampling.top_p"."""
+    """A field of a body. `path`: the field of the message of baton.v1, such as "sampling.top_p"."""
 
     name: str
     path: str
@@ -42,8 +42,8 @@ class Field(NamedTuple):
 
 
 class ReasoningOption(NamedTuple):
-    """A field that says how a model is to reason. `about`: how much ("effort"), whether ("thinks"), whether it sees
-    again what it has thought before ("keeps"); empty: what is not kept to, or is no matter of the template."""
+    """A field that says how a model is to reason. `about`: how much ("effort"), whether at all ("thinks"), whether it
+    sees its earlier reasoning again ("keeps"); empty: it is ignored, or does not concern the template."""
 
     name: str
     kind: ValueKind
@@ -68,7 +68,7 @@ _UNLIKE = {
 
 
 def _rows(message: Any, names: Iterable[str], before: str = "") -> tuple[Field, ...]:
-    """Return rows for fields that OpenAI, or vLLM, calls by the name that they have in baton.v1."""
+    """Return rows for fields that have the same name in OpenAI's or vLLM's API as in baton.v1."""
     kinds = {name: _UNLIKE.get(name) or _KINDS[message.fields_by_name[name].type] for name in names}
     return tuple(Field(name, before + name, kind) for name, kind in kinds.items())
 
@@ -102,12 +102,12 @@ EMBEDDING = (
     Field("pooling", "pooling", POOLING),
 )
 RERANK = _rows(pb.ScoreRequest.DESCRIPTOR, ("model", "request_id", "priority", "slo_class", "query", "instruction"))
-COHERE_RERANK = tuple(row for row in RERANK if row.name != "priority")  # there the lower is first
-# What the answer may be: OpenAI's response_format, and text.format of a response, Anthropic's output_config, then
-# vLLM's structured_outputs. One of all of these.
+COHERE_RERANK = tuple(row for row in RERANK if row.name != "priority")  # there a lower one is first
+# Constraints on the answer, of which a request has one: OpenAI's response_format, and text.format of a response,
+# Anthropic's output_config, then vLLM's structured_outputs.
 FORMAT_TYPES = ("text", "json_object", "json_schema")
 FORMATS = (
-    Field("response_format.type", "constraint.json_object", TRUE),  # that of json_object
+    Field("response_format.type", "constraint.json_object", TRUE),  # if it is json_object
     Field("response_format.json_schema.schema", "constraint.json_schema", JSON_SCHEMA),
     Field("response_format.schema", "constraint.json_schema", JSON_SCHEMA),
     Field("response_format.value", "constraint.json_schema", JSON_SCHEMA),
@@ -123,7 +123,7 @@ CONSTRAINTS = (
     Field("structured_outputs.choice", "constraint.choice.texts", TEXTS),
     Field("structured_outputs.grammar", "constraint.grammar", STRING),
 )
-# The same as fields of the body itself: of older vLLM, of SGLang, of llama.cpp.
+# The same as fields at the top of the body: of older vLLM, SGLang and llama.cpp.
 BARE_CONSTRAINTS = (
     Field("guided_json", "constraint.json_schema", JSON_SCHEMA),
     Field("guided_regex", "constraint.regex", STRING),
@@ -138,37 +138,37 @@ _EFFORT_OF_OPENROUTER = ReasoningOption("reasoning.effort", EFFORT, "effort")
 EFFORT_OF_RESPONSE = (_EFFORT_OF_OPENROUTER,)
 REASONING_OPTIONS = (
     ReasoningOption("reasoning_effort", EFFORT, "effort"),
-    # DashScope's, SiliconFlow's
+    # of DashScope and SiliconFlow
     ReasoningOption("enable_thinking", BOOLEAN, "thinks"),
     ReasoningOption("preserve_thinking", BOOLEAN, "keeps"),
     ReasoningOption("thinking_budget", INTEGER),
-    # DeepSeek's, Z.ai's, Moonshot's, MiniMax's
+    # of DeepSeek, Z.ai, Moonshot and MiniMax
     ReasoningOption("thinking.type", THINKING_TYPE, "thinks"),
     ReasoningOption("thinking.effort", EFFORT, "effort"),
     ReasoningOption("thinking.keep", ALL, "keeps"),
     ReasoningOption("thinking.clear_thinking", BOOLEAN._replace(read=lambda value: not BOOLEAN.read(value)), "keeps"),
     ReasoningOption("thinking.budget_tokens", INTEGER),
-    # OpenRouter's
+    # of OpenRouter
     _EFFORT_OF_OPENROUTER,
     ReasoningOption("reasoning.enabled", BOOLEAN, "thinks"),
     ReasoningOption("reasoning.max_tokens", INTEGER._replace(read=lambda value: INTEGER.read(value) > 0), "thinks"),
     ReasoningOption("reasoning.exclude", BOOLEAN),
     ReasoningOption("reasoning.summary", SUMMARY),
 )
-# Fields that nobody reads: their sender's business, or of a cache and of speculation that need no hint.
+# Fields that are ignored: they are for the sender itself, or hints for a cache that needs none.
 NOTES: Mapping[str, ValueKind] = {
     **dict.fromkeys(("user", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"), STRING),
     "metadata": METADATA,
     "prompt_cache_options": OBJECT,
 }
-# Fields that are accepted where they ask for what is done anyway, with the values that do.
-_TIERS = ("auto", "default", "flex", "scale", "priority")  # there is one
-_STORE = (False, True)  # nothing is stored, as a response says: to it leaving the field out is true
+# Fields that are accepted with these values, which ask for what is done in any case.
+_TIERS = ("auto", "default", "flex", "scale", "priority")  # there is one tier
+_STORE = (False, True)  # nothing is stored, as a response says; true is the default of the Responses API
 _NEUTRAL = {
     "service_tier": _TIERS,
     "store": _STORE,
     "best_of": (1,),
-    # Of vLLM, whose clients may send all parameters there are.
+    # Of vLLM, whose clients may send all parameters.
     "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,),
     "include_stop_str_in_output": (False,),
@@ -184,10 +184,10 @@ CHAT_NEUTRAL: Mapping[str, tuple] = {
     **_NEUTRAL,
     "modalities": (["text"],),
     "echo": (False,),
-    "add_special_tokens": (False,),  # the template has them
+    "add_special_tokens": (False,),  # the template writes them
     "separate_reasoning": (True,),
     "stream_reasoning": (True,),
-    "reasoning_format": ("auto", "deepseek", "parsed"),  # llama.cpp's two words for it, and Groq's
+    "reasoning_format": ("auto", "deepseek", "parsed"),  # llama.cpp's two names for it, and Groq's
 }
 RESPONSE_NEUTRAL: Mapping[str, tuple] = {
     "background": (False,),
@@ -198,7 +198,7 @@ RESPONSE_NEUTRAL: Mapping[str, tuple] = {
     "store": _STORE,
     "truncation": ("disabled",),
 }
-STRUCTURED_NEUTRAL: Mapping[str, tuple] = {  # of structured_outputs: there is one backend
+STRUCTURED_NEUTRAL: Mapping[str, tuple] = {  # of structured_outputs, as there is one backend
     "disable_fallback": (False, True),
     "disable_any_whitespace": (False,),
     "disable_additional_properties": (False,),

@@ -1,4 +1,4 @@
-"""Answers in OpenAI's form: one object, or the events of a stream."""
+"""Write answers of OpenAI's chat and completions APIs: one object, or the events of a stream."""
 
 import itertools
 import time
@@ -14,14 +14,14 @@ _DONE = b"data: [DONE]\n\n"
 
 
 class _ObjectNames(NamedTuple):
-    """What OpenAI calls the object."""
+    """The values of `object` in answers."""
 
     object: str
-    chunk: str  # of a stream
+    chunk: str  # in events of a stream
 
 
 class ChoicesWriter:
-    """The writer of one answer. `ChatWriter` and `CompletionWriter` say what a choice looks like."""
+    """Write one answer. `ChatWriter` and `CompletionWriter` define the form of a choice."""
 
     names: _ObjectNames
     ping = COMMENT
@@ -31,14 +31,14 @@ class ChoicesWriter:
         self._stop_token_ids = frozenset(body.requests[0].stopping.stop_token_ids)
         self._created = int(time.time())
         head = to_text(self._head(self.names.chunk))
-        # What every event of a stream begins and ends with is written once: a token costs its own part alone.
+        # The beginning and the end of all events are written once, so that a token costs its own part only.
         self._before = f'data: {head[:-1]},"choices":['
         self._behind = ',"usage":null}\n\n' if body.include_usage else "}\n\n"
-        self._so_far: dict[int, pb.Usage] = {}  # by prompt, where each event tells it
+        self._so_far: dict[int, pb.Usage] = {}  # by prompt, if each event reports the usage
         self._begun: set[int] = set()
 
     def chunk(self, prompt: int, message: pb.GenerateResponse) -> Data:
-        """Return the event for a message to the prompt of that number; empty, where it says nothing here."""
+        """Return the event for a message to this prompt; empty if there is nothing to send."""
         if self._body.continuous_usage_stats:
             self._count(prompt, message)
         index = prompt * self._body.num_choices + message.index
@@ -46,7 +46,7 @@ class ChoicesWriter:
         self._begun.add(index)
         says = message.text or message.reasoning or message.tool_calls or message.finish_reason
         if not (is_first or says or self._shows_tokens(message)):
-            return b""  # half a character, or of a stop string
+            return b""  # tokens that are half a character, or may begin a stop string
         choice = {"index": index, **self._delta(message, index, is_first), **self._end(message)}
         behind = self._behind
         if self._body.continuous_usage_stats:
@@ -57,7 +57,7 @@ class ChoicesWriter:
         return f"{self._before}{to_text(choice)}{behind}".encode()
 
     def tail(self, usages: Iterable[pb.Usage]) -> bytes:
-        """Return the last events: the usage, which has no choices, where it was asked for."""
+        """Return the last events: the usage, if it was asked for, without choices, and [DONE]."""
         if not self._body.include_usage:
             return _DONE
         return event({**self._head(self.names.chunk), "choices": [], "usage": _usage(usages)}) + _DONE
@@ -78,7 +78,7 @@ class ChoicesWriter:
         return {**self._head(self.names.object), "choices": choices, "usage": usage}
 
     async def _in_turns(self, choice: Json, behind: str) -> bytes:
-        """Return the event of a choice with iterators."""
+        """Return the event of a choice that has iterators."""
         return self._before.encode() + await to_bytes_in_turns(choice) + behind.encode()
 
     def _count(self, prompt: int, message: pb.GenerateResponse) -> None:
@@ -95,7 +95,7 @@ class ChoicesWriter:
         return bool(message.logprobs or (self._body.return_token_ids and message.token_ids))
 
     def _beside(self, message: pb.GenerateResponse) -> str:
-        """Return what stands in the event beside its choice, as JSON, with a comma before it."""
+        """Return further fields of the event, as JSON after a comma; "" if there are none."""
         return ""
 
     def _end(self, part: pb.GenerateResponse | pb.Choice) -> Json:
@@ -109,31 +109,32 @@ class ChoicesWriter:
         return found
 
     def _stop_token(self, part: pb.GenerateResponse | pb.Choice) -> int | None:
-        """Return which of the tokens that the client named has ended a choice; None: none of them."""
+        """Return the token of the client's stop_token_ids that ended a choice; None if none did."""
         is_named = part.finish_reason != pb.FINISH_REASON_LENGTH and self._stop_token_ids.intersection(
             part.token_ids[-1:]
         )
         return part.token_ids[-1] if is_named else None
 
     def _delta(self, message: pb.GenerateResponse, index: int, is_first: bool) -> Json:
-        """Return the event's own part of the choice, with iterators where it has logprobs."""
+        """Return the delta of a choice, with iterators for its logprobs."""
         raise NotImplementedError
 
     def _choice(self, choice: pb.Choice, response: pb.CompleteResponse, index: int) -> Json:
+        """Return a whole choice, with iterators for its logprobs."""
         raise NotImplementedError
 
 
 class ChatWriter(ChoicesWriter):
-    """Of /v1/chat/completions."""
+    """Write answers of /v1/chat/completions."""
 
     names = _ObjectNames("chat.completion", "chat.completion.chunk")
 
     def __init__(self, body: ParsedBody, model: str, tokens: TokenTexts):
         super().__init__(body, model, tokens)
-        self._num_calls: dict[int, int] = {}  # of the choices so far
+        self._num_calls: dict[int, int] = {}  # by choice, so far
 
     def chunk(self, prompt: int, message: pb.GenerateResponse) -> Data:
-        """Return the event for a message; empty, where it says nothing here."""
+        """Return the event for a message; empty if there is nothing to send."""
         if self._body.hides_reasoning:
             message.ClearField("reasoning")
         return super().chunk(prompt, message)
@@ -175,7 +176,7 @@ class ChatWriter(ChoicesWriter):
         return {"message": message, "logprobs": {"content": content, "refusal": None} if choice.logprobs else None}
 
     def _part(self, index: int, part: pb.ToolCall) -> Json:
-        """Return a call that begins, or more arguments of the one before."""
+        """Return a call that begins, or more arguments of the previous one."""
         num_before = self._num_calls.get(index, 0)
         if not part.name:
             return {"index": num_before - 1, "function": {"arguments": part.arguments}}
@@ -184,28 +185,26 @@ class ChatWriter(ChoicesWriter):
 
 
 class CompletionWriter(ChoicesWriter):
-    """Of /v1/completions."""
+    """Write answers of /v1/completions."""
 
     names = _ObjectNames("text_completion", "text_completion")
 
     def __init__(self, body: ParsedBody, model: str, tokens: TokenTexts):
         super().__init__(body, model, tokens)
-        self._places: dict[int, _TextPlace] = {}  # of choices
+        self._places: dict[int, _TextPlace] = {}  # by choice
         self._continues = [bool(each.text) or tokens.has_text(each.token_ids.ids) for each in body.requests]
         self._has_logprobs, self._echoes = body.requests[0].sampling.HasField("logprobs"), body.requests[0].echo
-        self._firsts: dict[
-            int, pb.GenerateResponse
-        ] = {}  # by prompt: its first message, which has what is of the prompt
+        self._firsts: dict[int, pb.GenerateResponse] = {}  # by prompt: its first message, which has the prompt's data
 
     def chunk(self, prompt: int, message: pb.GenerateResponse) -> Data:
-        """Return the event for a message to the prompt of that number."""
+        """Return the event for a message to this prompt; empty if there is nothing to send."""
         if self._body.is_prompt_alone:
             _clear_answer(message)
             if message.HasField("usage"):
                 message.usage.output_tokens = 0
         first = self._firsts.setdefault(prompt, message)
         if first is message and not message.HasField("prompt") and not message.prompt_logprobs:
-            self._firsts[prompt] = pb.GenerateResponse()  # nothing is kept of it
+            self._firsts[prompt] = pb.GenerateResponse()  # nothing of the prompt has to be kept
         return super().chunk(prompt, message)
 
     def whole(self, responses: list[pb.CompleteResponse]) -> Json:
@@ -228,8 +227,8 @@ class CompletionWriter(ChoicesWriter):
     def _begun_choice(
         self, part: pb.GenerateResponse | pb.Choice, first: pb.GenerateResponse | pb.CompleteResponse, index: int
     ) -> Json:
-        """Return a choice from its beginning, behind the prompt where that is echoed, with iterators. `first` has what
-        is of the prompt."""
+        """Return a choice from its beginning, after the prompt if it is echoed, with iterators. `first` has the data
+        of the prompt."""
         logprobs = self._logprobs(part.logprobs, index, first if self._echoes else None)
         found = {"text": first.prompt.text + part.text, "logprobs": logprobs}
         if self._body.return_token_ids:
@@ -239,7 +238,7 @@ class CompletionWriter(ChoicesWriter):
         return found
 
     def _by_token(self, logprobs: pb.Logprobs) -> Json:
-        """Return the tokens that might have been in one place, as vLLM has them."""
+        """Return the chosen token and its alternatives, by token id as in vLLM."""
         return {
             str(each.token_id): {
                 "logprob": logprob_in_json(each.logprob),
@@ -254,7 +253,7 @@ class CompletionWriter(ChoicesWriter):
         index: int,
         echoed: pb.GenerateResponse | pb.CompleteResponse | None = None,
     ) -> Json | None:
-        """Return iterators. `echoed` has a prompt, whose tokens come first; nothing is known of its first one."""
+        """Return logprobs as iterators. `echoed` has the prompt, which comes first; its first token has no logprob."""
         if not logprobs and (echoed is None or not self._has_logprobs):
             return None
         rows = list[tuple[_TextPlace, int, pb.Logprobs | None]]()
@@ -274,13 +273,13 @@ class CompletionWriter(ChoicesWriter):
         }
 
     def _by_text(self, logprobs: pb.Logprobs) -> Json:
-        """Return the likeliest tokens in one place, and the one that was taken, as OpenAI has them."""
-        likeliest = (logprobs.chosen, *reversed(logprobs.top))  # of two that look alike the likelier one
+        """Return the chosen token and its alternatives, by text as in OpenAI's API."""
+        likeliest = (logprobs.chosen, *reversed(logprobs.top))  # of two with the same text the likelier one stays
         return {self._tokens.shown(each.token_id)[0]: logprob_in_json(each.logprob) for each in likeliest}
 
 
 def _clear_answer(part: pb.GenerateResponse | pb.Choice) -> None:
-    """Leave nothing but the end, as if no token had been asked for."""
+    """Remove everything but the end, as if no token had been asked for."""
     for name in ("text", "token_ids", "logprobs", "matched_stop"):
         part.ClearField(name)
     if part.finish_reason:
@@ -288,14 +287,14 @@ def _clear_answer(part: pb.GenerateResponse | pb.Choice) -> None:
 
 
 class _TextPlace:
-    """Where the next token of a text begins, in characters. Tokens alone do not tell: a special one has no text,
-    several may be one character, and the first may lose its space."""
+    """The position of the next token in a text, in characters. It takes a decoder, since a special token has no text,
+    several tokens may be one character, and the first may lose its space."""
 
     def __init__(self, decoder: SequenceDecoder, offset: int = 0):
         self._decoder, self._offset = decoder, offset
 
     def pass_token(self, token_id: int) -> int:
-        """Return where the token begins, and go on behind it."""
+        """Return where the token begins, and advance over it."""
         begin = self._offset
         self._offset += len(self._decoder.push([token_id]))
         return begin
@@ -306,7 +305,7 @@ def _call(call: pb.ToolCall) -> Json:
 
 
 def _usage(usages: Iterable[pb.Usage]) -> Json:
-    """Return the sum, in OpenAI's words."""
+    """Return the sum of usages in OpenAI's form."""
     usages = list(usages)
     num_prompt, num_cached, num_output, num_reasoning = (
         sum(getattr(usage, f"{name}_tokens") for usage in usages)

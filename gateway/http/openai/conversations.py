@@ -1,4 +1,4 @@
-"""Conversations in OpenAI's form, read into messages of baton.v1."""
+"""Read conversations in OpenAI's form into messages of baton.v1."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -29,12 +29,12 @@ CONVERSATION = (
     "add_generation_prompt", *(option.name for option in REASONING_OPTIONS if "." not in option.name), *_OBJECTS,
 )  # fmt: skip
 _REASONING = ("reasoning", "reasoning_content")
-# `parsed`, and `parsed_arguments` of a call, are what OpenAI's clients make of an answer, and repeat it.
+# OpenAI's clients add `parsed`, and `parsed_arguments` of a call, to an answer, and send them back.
 _MESSAGE = {"role", "name", "content", "parsed", "tool_calls", "tool_call_id", "type", *_REASONING}
-TYPES = ("text", "message")  # lm-evaluation-harness writes the first, and a response's items have the other
-_RESULT = {*_MESSAGE, "id", "extra"}  # Qwen-Agent's words for the id of the call, and for notes of its own
-_MAY_BE_EMPTY = ("assistant", "tool")  # programs in Go leave out a text that is
-# Of an answer's message, which OpenAI's agents for Node repeat in the part that is its text.
+TYPES = ("text", "message")  # the first is lm-evaluation-harness's, the other that of a response's items
+_RESULT = {*_MESSAGE, "id", "extra"}  # Qwen-Agent's names for the id of the call, and for notes of its own
+_MAY_BE_EMPTY = ("assistant", "tool")  # programs in Go leave out an empty text
+# Fields of an answer's message, which OpenAI's agents for Node repeat in its text part.
 REPEATED = ("role", "tool_calls", *_REASONING)
 
 
@@ -89,8 +89,8 @@ def _message(where: str, message: object) -> pb.Message:
 
 
 def _read_parts(where: str, parts: Sequence[object]) -> tuple[str, str]:
-    """Return the text and the reasoning in the parts of an answer, the latter in Anthropic's blocks, as LiteLLM sends
-    them: those that are encrypted nobody here can read."""
+    """Return the text and the reasoning in the parts of an answer. LiteLLM sends reasoning in Anthropic's blocks;
+    encrypted ones are ignored."""
     texts, thoughts = list[str](), list[str]()
     for index, part in enumerate(parts):
         here, kind = f"{where}[{index}]", part.get("type") if isinstance(part, dict) else None
@@ -105,8 +105,8 @@ def _read_parts(where: str, parts: Sequence[object]) -> tuple[str, str]:
 
 
 def _reasoning(where: str, fields: Mapping[str, Any], parts: Sequence[object], thought: str) -> str:
-    """Return what a message or its parts say of it. `reasoning` is vLLM's newer word for reasoning_content: one of
-    them, or more with the same."""
+    """Return the reasoning of a message, which fields of the message or of its parts may hold; `reasoning` is vLLM's
+    newer name for reasoning_content. Raises InvalidRequest if they differ."""
     places = {where: fields} | {f"{where}.content[{i}]": part for i, part in enumerate(parts) if isinstance(part, dict)}
     found = ({thought} if thought else set()) | {
         read_as(f"{place}.{name}", STRING, each[name])

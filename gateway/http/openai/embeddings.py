@@ -1,4 +1,4 @@
-"""Bodies of requests for embeddings and ranks, read into messages of baton.v1."""
+"""Read bodies of requests for embeddings and ranks into messages of baton.v1."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,21 +23,21 @@ class ParsedRerank:
 
     request: pb.ScoreRequest
     names: dict[str, str]
-    top_n: int  # documents that are told of, the best
+    top_n: int  # how many documents the answer has, the best ones
     return_documents: bool = False
 
 
 @dataclass
 class ParsedEmbeddings:
-    """What a body of /v1/embeddings asks for. `names`: the body's words for fields of each request."""
+    """What a body of /v1/embeddings asks for. `names`: the client's names for fields of each request."""
 
-    requests: list[pb.EmbedRequest]  # with as many texts each as one may have, the last one with what is left
+    requests: list[pb.EmbedRequest]  # each with as many texts as one may have, the last with the rest
     names: list[dict[str, str]]
     encoding: str  # one of ENCODINGS
 
 
 def read_embeddings(values: Mapping[str, Any], most_inputs: int = MAX_INPUTS) -> ParsedEmbeddings:
-    """Read the body of /v1/embeddings. `most_inputs`: texts of one request. Raises InvalidRequest."""
+    """Read the body of /v1/embeddings. `most_inputs`: the most texts of one request. Raises InvalidRequest."""
     check_known(values, EMBEDDING, {}, ("input", "encoding_format", "user"))
     check_notes(values)
     shared, names = pb.EmbedRequest(), {"inputs": "input"}
@@ -68,7 +68,7 @@ def read_rerank(values: Mapping[str, Any]) -> ParsedRerank:
 
 
 def read_cohere_rerank(values: Mapping[str, Any]) -> ParsedRerank:
-    """Read the body of /v2/rerank, whose answer has no documents, whether LiteLLM asks for them or not. Raises
+    """Read the body of /v2/rerank. Its answer never has documents, though LiteLLM may ask for them. Raises
     InvalidRequest."""
     read_value(values, "return_documents", BOOLEAN, False)
     return _rerank(values, COHERE_RERANK, ("return_documents",))

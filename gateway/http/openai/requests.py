@@ -1,4 +1,4 @@
-"""Bodies of OpenAI's requests, read into messages of baton.v1."""
+"""Read bodies of OpenAI's chat and completions APIs into messages of baton.v1."""
 
 import hashlib
 from collections.abc import Mapping, Sequence
@@ -24,14 +24,14 @@ from gateway.http.openai.conversations import CONVERSATION, read_conversation
 from gateway.http.wire.errors import rename
 from gateway.request.validation import REQUEST_ID
 
-MAX_PROMPTS = 128  # of one completion: each is a request of its own, and all of them share one call's slot
+MAX_PROMPTS = 128  # of one completion: each is a request of its own in the slot of one call
 DEFAULT_COMPLETION_TOKENS = 16  # as in OpenAI's API
-# Of what prompts of one call share: 128 of them with the longest constraint are half of it.
+# Of the copies of what prompts of a call share; 128 copies of the longest constraint take half of it.
 _MAX_COPIED_BYTES = 32 << 20
 _LENGTHS = ("max_tokens", "max_completion_tokens")
 _STREAMED = ("stream", "stream_options", *NOTES, "return_token_ids", *CONSTRAINED)
 _OF_CHAT = ("logprobs", "prediction", "verbosity", "include_reasoning")
-# Words for fields of baton.v1 that no row of the table has.
+# The client's names for fields of baton.v1 that are in no table.
 PROMPT_NAMES = {"text": "prompt", "token_ids.ids": "prompt", "token_ids": "prompt", "input": "prompt"}
 DETOKENIZE_NAMES = {"token_ids": "tokens"}
 
@@ -43,12 +43,12 @@ def read_chat(values: Mapping[str, Any]) -> ParsedBody:
     request, names = pb.GenerateRequest(), dict(CHAT_NAMES)
     request.messages.CopyFrom(read_conversation(values))
     fill(request, values, CHAT, names)
-    read_value(values, "prediction", OBJECT, {})  # a hint for speculation, which needs none
+    read_value(values, "prediction", OBJECT, {})  # ignored: a hint for speculation, which needs none
     read_value(values, "verbosity", VERBOSITY, "medium")
     if {"max_tokens", "max_completion_tokens"} <= values.keys():
         raise InvalidRequest("max_tokens", "is the older name of max_completion_tokens: send one of them")
     if read_value(values, "logprobs", BOOLEAN, False):
-        request.sampling.logprobs = request.sampling.logprobs  # present, also where it is 0
+        request.sampling.logprobs = request.sampling.logprobs  # sets the field even if it is 0
     elif values.get("top_logprobs"):
         raise InvalidRequest("top_logprobs", "needs logprobs: true")
     else:
@@ -72,7 +72,7 @@ def read_completion(values: Mapping[str, Any]) -> ParsedBody:
             raise InvalidRequest("min_tokens", f"{shared.stopping.min_tokens} is over max_tokens, 0")
         shared.stopping.max_tokens = 1  # the least that is computed
     if shared.echo and shared.sampling.HasField("logprobs") and not shared.sampling.HasField("prompt_logprobs"):
-        shared.sampling.prompt_logprobs = shared.sampling.logprobs  # of all that is in the text
+        shared.sampling.prompt_logprobs = shared.sampling.logprobs  # so that all of the text has logprobs
         names["sampling.prompt_logprobs"] = "logprobs"
     prompts, requests = read_prompts(values, "prompt", MAX_PROMPTS), list[pb.GenerateRequest]()
     check_copies("prompt", shared, len(prompts))
@@ -111,8 +111,8 @@ def read_detokenize(values: Mapping[str, Any]) -> pb.DetokenizeRequest:
 
 
 def _without_endless(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values without a length of -1, as llama.cpp and LM Studio have it: the answer ends where the model
-    ends it, as of a chat that names none."""
+    """Return the values without a max_tokens of -1, which means no limit in llama.cpp and LM Studio, as if none were
+    given."""
     return {name: value for name, value in values.items() if not (name in _LENGTHS and value == -1)}
 
 
@@ -134,7 +134,7 @@ def read_prompts(values: Mapping[str, Any], name: str, most: int) -> Sequence[st
 
 
 def check_copies(where: str, shared: pb.GenerateRequest | pb.EmbedRequest, num_copies: int) -> None:
-    """Raises InvalidRequest for more requests than what they share may be copied to."""
+    """Raise InvalidRequest if the copies of what the requests share would be too large."""
     if num_copies > 1 and num_copies * (num_bytes := shared.ByteSize()) > _MAX_COPIED_BYTES:
         message = f"is {num_copies} requests, each with {num_bytes} bytes that they share: send fewer at once"
         raise InvalidRequest(where, message)
@@ -167,16 +167,16 @@ def _parsed(
 
 
 def id_of_prompt(request_id: str, index: int) -> str:
-    """Return the id of one of several prompts. One that leaves no room is cut, with what tells it from others in
-    place."""
+    """Return the id of one of several prompts. If the request's id is too long to append a number, its end is replaced
+    by a hash."""
     if REQUEST_ID.fullmatch(request_id) and not REQUEST_ID.fullmatch(f"{request_id}-{MAX_PROMPTS - 1}"):
         request_id = f"{request_id[:39]}-{hashlib.sha256(request_id.encode()).hexdigest()[:20]}"
     return f"{request_id}-{index}"
 
 
 def place_of_prompt(prompt: int, error: InvalidRequest) -> str:
-    """Return the word for what is wrong with one of several prompts, as with max_tokens behind it; a field of all of
-    them is as it was."""
+    """Return the field of an error with one of several prompts: "prompt[N]" for the prompt itself or its length; a
+    field that all prompts share keeps its name."""
     field = error.field or ""
     word = "prompt" if isinstance(error, ContextLengthExceeded) else rename(field, PROMPT_NAMES)
     return field if word == field else f"prompt[{prompt}]{word.removeprefix('prompt')}"

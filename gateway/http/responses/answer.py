@@ -1,4 +1,4 @@
-"""The answer of OpenAI's Responses API: one object, or the events of a stream."""
+"""Write answers of OpenAI's Responses API: one object, or the events of a stream."""
 
 import itertools
 import json
@@ -15,7 +15,7 @@ from gateway.http.responses.request import TOOL_OPTIONS, is_elsewhere, names_in_
 from gateway.http.wire.encoding import COMMENT, Data, Json, named_event, named_events_in_turns, to_bytes
 from gateway.http.wire.writers import TokenTexts, split_parts, token_logprobs
 
-NUM_LEVELS = 5  # of an answer in one object, down to its logprobs
+NUM_LEVELS = 5  # of nested values in an answer in one object, down to its logprobs
 _REPEATED = (
     "instructions", "max_output_tokens", "temperature", "top_p", "top_logprobs",
     *(name for name in NOTES if name != "prompt_cache_options"),  # an object of any depth
@@ -24,13 +24,13 @@ _REPEATED = (
 
 @dataclass
 class _Item:
-    """Of an answer: its `text` is reasoning, what the message says, or the arguments of the call."""
+    """An item of an answer. Its `text` is the reasoning, the message, or the arguments of the call."""
 
     kind: str  # reasoning | message | function_call
     id: str
     call: pb.ToolCall | None = None
-    name: Json = field(default_factory=dict)  # of the call, and of its namespace if it has one
-    texts: list[str] = field(default_factory=list)  # that come to `text`: added to it each would copy all before it
+    name: Json = field(default_factory=dict)  # the name of the call, and its namespace if it has one
+    texts: list[str] = field(default_factory=list)  # parts of `text`, which would be copied for each part
     logprobs: list[pb.Logprobs] = field(default_factory=list)
     status: str = "in_progress"
 
@@ -39,11 +39,11 @@ class _Item:
         return "".join(self.texts)
 
     def end(self, status: str) -> None:
-        """Say how it ended; a call whose arguments are not whole is incomplete in any case."""
+        """Set the status; a call whose arguments are not whole is always incomplete."""
         self.status = status if self.call is None or _is_json(self.text) else "incomplete"
 
     def to_json(self, tokens: TokenTexts | None = None) -> Json:
-        """Return it as it is now; with `tokens` its logprobs too, as an iterator."""
+        """Return the item in its present state; with `tokens` also its logprobs, as an iterator."""
         head = {"id": self.id, "type": self.kind, "status": self.status}
         if self.call is not None:
             return {**head, "call_id": self.call.id, **self.name, "arguments": self.text}
@@ -53,7 +53,7 @@ class _Item:
         return {**head, "role": "assistant", "content": content}
 
     def part(self, tokens: TokenTexts | None = None) -> Json:
-        """Return its part of content, as `to_json` does."""
+        """Return the item's part of content; with `tokens` also its logprobs, as an iterator."""
         if self.kind == "reasoning":
             return {"type": "reasoning_text", "text": self.text}
         logprobs = token_logprobs(self.logprobs, tokens) if tokens and self.logprobs else []
@@ -77,23 +77,23 @@ _DELTAS = {
 
 
 class ResponseWriter:
-    """The writer of one answer: one message of one part, behind the reasoning of a model that marks it."""
+    """Write one answer: items of reasoning, messages of one part each, and calls."""
 
     ping = COMMENT
 
     def __init__(self, body: ParsedBody, values: Mapping[str, Any], model: str, tokens: TokenTexts):
-        """`values`: of the body, some of which an answer repeats."""
+        """`values`: the body's, some of which an answer repeats."""
         self._tokens, self._is_stream = tokens, body.stream
         tools = [tool for tool in values.get("tools", ()) if not is_elsewhere(tool)]
-        self._names = dict(names_in_namespaces(tools))  # of functions in namespaces
+        self._names = dict(names_in_namespaces(tools))  # of functions in namespaces, by the model's name
         self._id = body.id.removeprefix("resp_")
         self._numbers = itertools.count()  # of events
-        self._items: list[_Item] = []  # the last one open
-        # Of tokens that nothing is said of yet: half a character, or how a call begins.
+        self._items: list[_Item] = []  # the last one is open
+        # Of tokens that no event has yet: half a character, or the beginning of a call.
         self._logprobs: list[pb.Logprobs] = []
         self._reason = pb.FINISH_REASON_UNSPECIFIED
-        self._has_begun = False  # a stream
-        self._has_logprobs = False  # so that events have iterators
+        self._has_begun = False  # of a stream
+        self._has_logprobs = False  # and so iterators in events
         self._usage = pb.Usage()  # of an answer in one object
         self._head: Json = {
             "id": body.id, "object": "response", "created_at": int(time.time()), "model": model, "error": None,
@@ -118,7 +118,7 @@ class ResponseWriter:
         return named_events_in_turns(events, NUM_LEVELS + 1)
 
     def add(self, message: pb.GenerateResponse) -> None:
-        """Add a message to an answer that goes out in one object, of the same items as its stream would have."""
+        """Add a message to an answer in one object, which has the same items as its stream would."""
         self._usage.MergeFrom(message.usage)
         self._events_of(message)
 
@@ -128,7 +128,7 @@ class ResponseWriter:
         return self._ended(self._usage)
 
     def error_event(self, error: Json) -> bytes:
-        """Return the event that an error ends a stream with: in the words of its schema, and as clients look for it."""
+        """Return the event by which an error ends a stream, both as the schema has it and as clients read it."""
         body = error["error"]
         (value,) = self._event("error", code=body["code"], message=body["message"], param=body["param"], error=body)
         return named_event(value["type"], value)
@@ -144,7 +144,7 @@ class ResponseWriter:
         return self._event("response.created", response=begun) + self._event("response.in_progress", response=begun)
 
     def _events_of(self, message: pb.GenerateResponse) -> list[Json]:
-        """Return the events for what a message says."""
+        """Return the events for the content of a message."""
         events = list[Json]()
         self._reason = message.finish_reason or self._reason
         arguments, calls = split_parts(message)
@@ -159,7 +159,7 @@ class ResponseWriter:
         return events
 
     def _text(self, message: pb.GenerateResponse) -> list[Json]:
-        """Return the events for its text."""
+        """Return the events for the text of a message; keep its logprobs until a text comes."""
         self._logprobs += message.logprobs
         if not message.text:
             return []
@@ -170,14 +170,14 @@ class ResponseWriter:
         return events + self._delta(message.text, logprobs=found)
 
     def _delta(self, text: str, **more: object) -> list[Json]:
-        """Return the event by which the open item has more text."""
+        """Return the event that adds text to the open item."""
         item = self._items[-1]
         item.texts.append(text)
         self._logprobs = []
         return self._of_item(f"{_DELTAS[item.kind]}.delta", delta=text, **more)
 
     def _within(self, kind: str) -> list[Json]:
-        """Return the events after which an item of this kind is open."""
+        """Return the events that open an item of this kind, unless one is open."""
         return [] if self._items and self._items[-1].kind == kind else self._open(kind)
 
     def _open(self, kind: str, call: pb.ToolCall | None = None) -> list[Json]:
@@ -188,8 +188,8 @@ class ResponseWriter:
         return events + (self._of_item("response.content_part.added", part=item.part()) if call is None else [])
 
     def _close(self, status: str) -> list[Json]:
-        """Return the events that end the open item. They repeat its text, but not its logprobs: those were in the
-        deltas and come once more in the response, where clients read them. Of 8,192 tokens they are 13 MB."""
+        """Return the events that end the open item. They repeat its text but not its logprobs, which take 13 MB for
+        8,192 tokens: these were in the deltas and come again in the response, where clients read them."""
         item = self._items[-1]
         more = {"logprobs": []} if item.kind == "message" else {}
         done = {"text": item.text, **more} if item.call is None else {"arguments": item.text, **item.name}
@@ -204,7 +204,7 @@ class ResponseWriter:
         return _Item(kind, f"{_PREFIXES[kind]}_{self._id}{f'_{number}' if number else ''}", **values)
 
     def _end(self) -> list[Json]:
-        """Return the events that end the last item, which is an empty message where there is none."""
+        """Return the events that end the last item; if there is none, those of an empty message."""
         return ([] if self._items else self._open("message")) + self._close(self._status)
 
     @property
@@ -213,7 +213,7 @@ class ResponseWriter:
 
     def _ended(self, usage: pb.Usage) -> Json:
         return {
-            # Written at once: tools may have 100,000 parts, each of which would cost a step of its own.
+            # Encoded whole, as tools may have 100,000 parts, and each would be a step of the event loop.
             **{name: to_bytes(each) for name, each in self._head.items()},
             "status": self._status,
             "incomplete_details": {"reason": "max_output_tokens"} if self._status == "incomplete" else None,
@@ -227,7 +227,7 @@ class ResponseWriter:
         return self._event(kind, **where, **values)
 
     def _event(self, kind: str, **values: object) -> list[Json]:
-        """Return the event; none for an answer in one object."""
+        """Return the event in a list, which is empty for an answer in one object."""
         if not self._is_stream:
             return []
         return [{"type": kind, "sequence_number": next(self._numbers), **values}]

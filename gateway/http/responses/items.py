@@ -1,4 +1,4 @@
-"""The input of a response: items, read into messages of baton.v1."""
+"""Read the input of a response, a list of items, into messages of baton.v1."""
 
 from collections.abc import Mapping, MutableSequence
 from typing import Any
@@ -10,17 +10,17 @@ from gateway.http.fields.kinds import STRING
 from gateway.http.fields.reading import read_as, read_list, read_object, without_nulls
 from gateway.request.messages import MAX_MESSAGES
 
-# Of an item of a response's input; an answer comes back with all of them, and with what its client has parsed.
+# Fields of an item of a response's input. Clients send an answer back with all its fields, and with what they parsed.
 ITEM_ROLES = ("system", "developer", "user", "assistant")
 ITEM_PARTS = ("input_text", "output_text")
 ITEM_FIELDS = ("type", "role", "content", "id", "status", "phase")
 CALL_FIELDS = ("type", "call_id", "name", "namespace", "arguments", "parsed_arguments", "id", "status")
 OUTPUT_FIELDS = ("type", "call_id", "output", "id", "status")
-_MAX_ITEMS = 4 * MAX_MESSAGES  # reasoning and calls are items beside messages
+_MAX_ITEMS = 4 * MAX_MESSAGES  # more than messages, as reasoning and calls are items too
 
 
 def read_input(values: Mapping[str, Any], conversation: pb.Messages, names: dict[str, str]) -> None:
-    """Read the input of a response into the conversation, and its words for messages into `names`. Raises
+    """Read the input of a response into the conversation; add the client's names of messages to `names`. Raises
     InvalidRequest."""
     items, messages = values.get("input"), conversation.messages
     if items is None:
@@ -41,11 +41,11 @@ def read_input(values: Mapping[str, Any], conversation: pb.Messages, names: dict
 
 
 class _InputReader:
-    """Items that become messages: an answer's reasoning, text and calls are items, and one message."""
+    """Turn items into messages. An answer's reasoning, text and calls are several items, but one message."""
 
     def __init__(self, messages: MutableSequence[pb.Message], names: dict[str, str]):
         self._messages, self._names, self._num_before = messages, names, len(messages)
-        self._thoughts = list[str]()  # of an answer of which nothing else has come
+        self._thoughts = list[str]()  # reasoning of an answer whose other items have not come
 
     def take(self, where: str, item: Mapping[str, Any]) -> None:
         """Read the next item. Raises InvalidRequest."""
@@ -59,7 +59,7 @@ class _InputReader:
             self._add(where, _item_message(where, kind, item))
 
     def end(self) -> None:
-        """Raises InvalidRequest for an input without a message."""
+        """End the input. Raises InvalidRequest if it has no message."""
         if len(self._messages) == self._num_before:
             raise InvalidRequest("input", "has no message")
         self._add_thoughts()

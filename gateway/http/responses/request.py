@@ -1,5 +1,5 @@
-"""OpenAI's Responses API in the same words of baton.v1, without its state: nothing is stored, so each request brings
-the whole conversation."""
+"""Read bodies of OpenAI's Responses API into messages of baton.v1. Nothing is stored, so each request has the whole
+conversation."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -31,10 +31,10 @@ from gateway.http.wire.errors import BadCall
 from gateway.request.messages import MAX_TOOLS
 
 LOGPROBS = "message.output_text.logprobs"
-# Beside logprobs: reasoning comes back as the text that it is, and no search is made.
+# The others change nothing: reasoning is returned as plain text, and no search is made.
 INCLUDED = (LOGPROBS, "reasoning.encrypted_content", "web_search_call.action.sources", "web_search_call.results")
 SUMMARIES = ("summary", "generate_summary")
-ELSEWHERE = ("web_search", "image_generation")  # how types of tools begin that a service runs, not the client
+ELSEWHERE = ("web_search", "image_generation")  # how the types of tools begin that the service runs, not the client
 _NAMES = {
     "messages.messages": "input",
     "messages": "input",
@@ -57,7 +57,7 @@ def read_response(values: Mapping[str, Any]) -> ParsedBody:
     request = pb.GenerateRequest(messages=_conversation(values, names))
     fill(request, values, RESPONSE, names)
     if _has_logprobs(values):
-        request.sampling.logprobs = request.sampling.logprobs  # present, also where it is 0
+        request.sampling.logprobs = request.sampling.logprobs  # sets the field even if it is 0
     elif "top_logprobs" in values:
         raise InvalidRequest("top_logprobs", f'needs include: ["{LOGPROBS}"]')
     check_notes(values)
@@ -69,25 +69,25 @@ def read_response(values: Mapping[str, Any]) -> ParsedBody:
 
 
 def read_input_tokens(values: Mapping[str, Any]) -> tuple[pb.TokenizeRequest, dict[str, str]]:
-    """Read the body of /v1/responses/input_tokens; return the request and the words for its fields. Raises
+    """Read the body of /v1/responses/input_tokens; return the request and the client's names of its fields. Raises
     InvalidRequest."""
     _check_previous(values)
     check_known(values, (), INPUT_NEUTRAL, (*_CONVERSATION, "model"))
-    read_constraint(pb.GenerateRequest(), values, {})  # the model is not told of it
+    read_constraint(pb.GenerateRequest(), values, {})  # checked only, as a prompt does not have it
     names = dict(_NAMES)
     model = read_value(values, "model", STRING, "")
     return pb.TokenizeRequest(model=model, messages=_conversation(values, names)), names
 
 
 def _check_previous(values: Mapping[str, Any]) -> None:
-    """Raises InvalidRequest, by whose reason clients know that they have to send the whole conversation."""
+    """Raise BadCall for a stored response; its reason tells clients to send the whole conversation."""
     if "previous_response_id" in values:
         message = "is not known here: nothing is stored, so input has the whole conversation"
         raise BadCall("previous_response_id", message, "PREVIOUS_RESPONSE_NOT_FOUND")
 
 
 def _conversation(values: Mapping[str, Any], names: dict[str, str]) -> pb.Messages:
-    """Read a conversation, and its words for messages into `names`."""
+    """Read and return a conversation; add the client's names of messages and tools to `names`."""
     conversation = _tools(values, names)
     reasoning = read_object("reasoning", values.get("reasoning", {}), ("effort", *SUMMARIES), keeps_empty_lists=True)
     for name, value in reasoning.items():
@@ -101,7 +101,7 @@ def _conversation(values: Mapping[str, Any], names: dict[str, str]) -> pb.Messag
 
 
 def _tools(values: Mapping[str, Any], names: dict[str, str]) -> pb.Messages:
-    """Return a conversation with its tools alone, and their words into `names`."""
+    """Return a conversation that has tools and no messages; add the client's names of tools to `names`."""
     choice, name = read_tool_choice(values.get("tool_choice", "auto"), is_wrapped=False)
     parallel = read_value(values, "parallel_tool_calls", BOOLEAN, True)
     conversation = pb.Messages(tool_choice=choice, tool_name=name, parallel_tool_calls=parallel)
@@ -122,15 +122,15 @@ def _kind(tool: object) -> object:
 
 
 def is_elsewhere(tool: object) -> bool:
-    """Return whether a service would run the tool, of a kind that agents offer beside their own whoever serves them:
-    the model is not told of it."""
+    """Return whether the service would have to run the tool. Agents offer such tools to any service beside their own;
+    they are left out of the prompt."""
     kind = _kind(tool)
     return isinstance(kind, str) and kind.startswith(ELSEWHERE)
 
 
 def _namespace(where: str, namespace: Mapping[str, Any], conversation: pb.Messages, names: dict[str, str]) -> None:
-    """Read functions under a common name. Their own has it before it; what is said of all of them stands before what is
-    said of the first."""
+    """Read the functions of a namespace. Each gets its name as a prefix; its description goes before that of the first
+    function."""
     fields = read_object(where, namespace, ("type", "name", "description", "tools"))
     name, num_before = read_as(f"{where}.name", STRING, fields.get("name")), len(conversation.tools)
     for index, tool in enumerate(read_list(f"{where}.tools", fields.get("tools"), MAX_TOOLS - num_before)):
@@ -160,7 +160,7 @@ def _has_logprobs(values: Mapping[str, Any]) -> bool:
 
 
 def names_in_namespaces(tools: Iterable[Mapping[str, Any]]) -> Iterator[tuple[str, Json]]:
-    """Yield the name of each function in a namespace, as the model knows it, with what a client calls it."""
+    """Yield the name of each function in a namespace, as the model knows it, and its name and namespace for clients."""
     for each in tools:
         if _kind(each) == "namespace":
             for function in each.get("tools") or ():

@@ -1,4 +1,4 @@
-"""JSON as bytes, and the events of a stream: at once, or, where they are long, in turns of the event loop."""
+"""Encode JSON and events of a stream: at once, or in steps between which other calls run, if they are long."""
 
 import asyncio
 import json
@@ -7,17 +7,17 @@ from typing import Any
 
 Json = dict[str, Any]
 Data = bytes | Awaitable[bytes]
-"""What is sent: written at once, or while others run."""
+"""Bytes to send, or an awaitable that encodes them while other calls run."""
 
-COMMENT = b": \n\n"  # of a stream: readers of events pass over it
+COMMENT = b": \n\n"  # an event that readers of a stream ignore
 _AT_ONCE = 32  # tokens: 4 ms
 _encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
-# They end a line to some readers of streams, as to Python's; JSON has them in strings alone.
+# Characters that end a line for some readers of streams, as in Python; JSON has them in strings only.
 _LINE_ENDS = {each: f"\\u{ord(each):04x}" for each in ("\x85", "\u2028", "\u2029")}
 
 
 def to_text(value: Any) -> str:
-    """Return the value as JSON, which is one line to whoever reads it."""
+    """Return the value as JSON that any reader takes for one line."""
     text = _encode(value)
     if not text.isascii():
         for line_end, escaped in _LINE_ENDS.items():
@@ -26,14 +26,14 @@ def to_text(value: Any) -> str:
 
 
 def to_bytes(value: Any) -> bytes:
-    """Return the same as bytes. Half of a surrogate pair, which is no text, is escaped."""
+    """Return the value as JSON in bytes. Half of a surrogate pair, which has no encoding, is escaped."""
     return to_text(value).encode(errors="backslashreplace")
 
 
 async def to_bytes_in_turns(value: Any, num_levels: int = 4) -> bytes:
-    """Return the same, of a value that may have iterators in place of lists on its first levels, and bytes that are
-    JSON already; others run in between. Logprobs of 4,000 tokens with 20 alternatives each take 0.5 s, and an answer
-    may have 16 times as many."""
+    """Return the value as JSON in bytes, encoded in steps between which other calls run. Its first `num_levels` levels
+    may have iterators in place of lists, and bytes that are JSON already. Logprobs of 4,000 tokens with 20 alternatives
+    each take 0.5 s, and an answer may have 16 times as many."""
     if isinstance(value, bytes):
         return value
     if isinstance(value, Iterator):
@@ -64,12 +64,12 @@ def event(value: Json) -> bytes:
 
 
 def named_event(name: str, value: Json) -> bytes:
-    """Return the value as an event of a stream whose events have names."""
+    """Return the value as an event of this name."""
     return b"event: " + name.encode() + b"\ndata: " + to_bytes(value) + b"\n\n"
 
 
 async def named_events_in_turns(events: list[Json], num_levels: int) -> bytes:
-    """Return events, each named by its type, with values as `to_bytes_in_turns` takes them."""
+    """Return events, each named by its type, encoded as by `to_bytes_in_turns`."""
     data = list[bytes]()
     for each in events:
         data += b"event: ", each["type"].encode(), b"\ndata: ", await to_bytes_in_turns(each, num_levels), b"\n\n"

@@ -1,5 +1,5 @@
-"""Errors in the form of OpenAI's API, and of Anthropic's: a status, a type, the field of the client's own request, and
-when to come back."""
+"""Errors in the forms of OpenAI's and Anthropic's APIs: a status, a type, the field of the client's request, and when
+to retry."""
 
 import math
 from collections.abc import Mapping
@@ -21,15 +21,15 @@ _STATUSES = {
     Code.CANCELLED: 499,
     Code.UNAVAILABLE: 503,
     Code.DEADLINE_EXCEEDED: 504,
-}  # of others 500
-# Where HTTP has a status of its own for what gRPC says in fewer.
+}  # 500 for others
+# Reasons for which HTTP has a status of its own, and gRPC does not.
 _STATUSES_OF_REASONS = {
     "METHOD_NOT_ALLOWED": 405,
     "MESSAGE_LATE": 408,
     "BODY_TOO_LARGE": 413,
     "NOT_JSON": 415,
     "UNKNOWN_HOST": 421,
-    "POISON": 422,  # clients do not send it again, as they would a 409 or a 500
+    "POISON": 422,  # clients do not retry it, as they would a 409 or a 500
     "HEAD_TOO_LARGE": 431,
 }
 _TYPES = {
@@ -39,13 +39,13 @@ _TYPES = {
     429: "rate_limit_error",
 }
 
-# Of Anthropic's API, where they are not the same words.
+# Types of Anthropic's API that differ from OpenAI's.
 _ANTHROPIC_TYPES = {413: "request_too_large", 500: "api_error", 503: "overloaded_error", 504: "timeout_error"}
 
 
 class BadCall(InvalidRequest):
-    """The head or the body of a call is not acceptable, for a reason that HTTP alone has, most with a status of its
-    own."""
+    """The head or the body of a call is not acceptable for a reason that only HTTP has, which usually has its own
+    status."""
 
     def __init__(self, field: str, message: str, reason: str):
         super().__init__(field, message)
@@ -53,19 +53,19 @@ class BadCall(InvalidRequest):
 
 
 class ThreadRefused(InvalidRequest):
-    """A conversation of Anthropic's API is to be stored, or one that was is to go on."""
+    """The client asks to store a conversation of Anthropic's API, or to continue a stored one."""
 
     def __init__(self) -> None:
         super().__init__("thread", "is not supported here: nothing is stored, so messages have the whole conversation")
 
 
 def status_of(error: BatonError) -> int:
-    """Return the HTTP status."""
+    """Return the HTTP status of an error."""
     return _STATUSES_OF_REASONS.get(error.reason) or _STATUSES.get(error.code, 500)
 
 
 def to_json(error: BatonError, names: Mapping[str, str]) -> dict:
-    """Return the body. `names`: the client's own words for fields of baton.v1, by path."""
+    """Return the body in OpenAI's form. `names`: the client's names for fields of baton.v1, by path."""
     status = status_of(error)
     kind = _TYPES.get(status) or ("invalid_request_error" if status < 500 else "server_error")
     message, param = error.message, None
@@ -77,8 +77,8 @@ def to_json(error: BatonError, names: Mapping[str, str]) -> dict:
 
 
 def to_anthropic(error: BatonError, names: Mapping[str, str]) -> dict:
-    """Return the body in Anthropic's form. That of a thread has what lets clients go on without one, as they run
-    tools."""
+    """Return the body in Anthropic's form. For a thread it has details by which clients that run tools continue without
+    one."""
     openai_error = to_json(error, names)["error"]
     body = {"type": _ANTHROPIC_TYPES.get(status_of(error), openai_error["type"]), "message": openai_error["message"]}
     if isinstance(error, ThreadRefused):
@@ -87,7 +87,7 @@ def to_anthropic(error: BatonError, names: Mapping[str, str]) -> dict:
 
 
 def rename(path: str, names: Mapping[str, str]) -> str:
-    """Return the client's word for a field of baton.v1: of "messages.messages[0].role", "messages[0].role"."""
+    """Return the client's name for a field of baton.v1: "messages[0].role" for "messages.messages[0].role"."""
     known = [each for each in names if path == each or path.startswith((f"{each}.", f"{each}["))]
     if not known:
         return path
@@ -96,14 +96,14 @@ def rename(path: str, names: Mapping[str, str]) -> str:
 
 
 def headers_of(error: BatonError) -> list[tuple[bytes, bytes]]:
-    """Return the headers that go with an error: what to show, or when to come back, or that nobody should."""
+    """Return the headers of an error: which credentials to show, when to retry, or not to retry."""
     if error.code is Code.UNAUTHENTICATED:
         return [(b"www-authenticate", b"Bearer")]
     if status_of(error) == 504:
-        return [(b"x-should-retry", b"false")]  # OpenAI's and Anthropic's clients would have it computed twice more
+        return [(b"x-should-retry", b"false")]  # OpenAI's and Anthropic's clients would retry it twice
     if error.retry_after_s is None:
         return []
     return [
-        (b"retry-after", b"%d" % math.ceil(error.retry_after_s)),  # whole seconds, as HTTP has it
+        (b"retry-after", b"%d" % math.ceil(error.retry_after_s)),  # HTTP has whole seconds
         (b"retry-after-ms", b"%d" % math.ceil(1e3 * error.retry_after_s)),  # OpenAI's clients look here first
     ]

@@ -1,4 +1,4 @@
-"""Answers about texts that are read and not continued: embeddings and ranks, in OpenAI's form and in Cohere's."""
+"""Write answers of the embeddings and rerank APIs, in OpenAI's form and in Cohere's."""
 
 import base64
 import math
@@ -9,11 +9,11 @@ from typing import Any
 from baton.v1 import inference_pb2 as pb
 from gateway.http.wire.encoding import Json, to_bytes
 
-_FLOAT_BYTES = 21  # of a number of a vector and its comma: 21.1 in the mean, of random ones of 768
+_FLOAT_BYTES = 21  # of a number and its comma: 21.1 on average in random vectors of 768 numbers
 
 
 def embedding(index: int, values: Sequence[float], encoding: str) -> bytes:
-    """Return one of the objects of an answer of /v1/embeddings. base64 is of fp32, the lowest byte first."""
+    """Return an object of the answer of /v1/embeddings, as JSON. base64 encodes fp32, little-endian."""
     vector: Any = list(values)
     if encoding == "base64":
         vector = base64.b64encode(struct.pack(f"<{len(vector)}f", *vector)).decode()
@@ -21,19 +21,19 @@ def embedding(index: int, values: Sequence[float], encoding: str) -> bytes:
 
 
 def embedding_bytes(num_numbers: int, encoding: str) -> int:
-    """Return how many bytes one of these objects has, as float about as many."""
+    """Return how many bytes such an object has; for numbers in text this is an estimate."""
     return 52 + (4 * math.ceil(4 * num_numbers / 3) if encoding == "base64" else _FLOAT_BYTES * num_numbers)
 
 
 def embeddings(objects: Sequence[bytes], model: str, usage: pb.Usage) -> bytes:
-    """Return the answer of /v1/embeddings around its objects."""
+    """Return the answer of /v1/embeddings with these objects."""
     counts = {"prompt_tokens": usage.prompt_tokens, "total_tokens": usage.prompt_tokens}
     tail = to_bytes({"model": model, "usage": counts})
     return b'{"object":"list","data":[' + b",".join(objects) + b"]," + tail[1:]
 
 
 def rerank(response: pb.ScoreResponse, documents: Sequence[str], top_n: int, model: str) -> Json:
-    """Return the answer of /v1/rerank, best first. `documents`: their texts, where they are told; else none."""
+    """Return the answer of /v1/rerank, best first. `documents`: texts to return with the scores, or none."""
     order = sorted(range(len(response.scores)), key=lambda index: -response.scores[index])[:top_n]
     results: list[Json] = [{"index": index, "relevance_score": response.scores[index]} for index in order]
     if documents:

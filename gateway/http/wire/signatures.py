@@ -1,19 +1,19 @@
-"""Signatures of reasoning in Anthropic's form. Another service proves by them whose words it is. Here they prove
-nothing, and one has the reasoning in it where that is not displayed, so that it comes back in the next request."""
+"""Signatures of reasoning in Anthropic's form, which at other services prove its origin. Here they prove nothing, but
+carry reasoning that is not displayed, so that it comes back in the next request."""
 
 import base64
 
-_NONE = "unsigned"  # clients send no reasoning back that has no signature
+_NONE = "unsigned"  # clients do not send back reasoning without a signature
 _HIDDEN = f"{_NONE}:"
 
 
 def sign(reasoning: str, hides: bool) -> str:
-    """Return the signature. `hides`: the reasoning is not displayed."""
+    """Return a signature, which contains the reasoning if `hides`: it is not displayed."""
     return _HIDDEN + base64.b64encode(reasoning.encode()).decode() if hides else _NONE
 
 
 def hidden_in(signature: object) -> str:
-    """Return the reasoning that a signature has in it, "" for one of another service."""
+    """Return the reasoning in a signature; "" if there is none, or it is another service's."""
     if not isinstance(signature, str) or not signature.startswith(_HIDDEN):
         return ""
     try:

@@ -1,4 +1,4 @@
-"""What an answer of each API has to say, and what their writers have in common."""
+"""Protocols of the writers of answers, and functions that they share."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Protocol
@@ -10,22 +10,22 @@ _LEAST_LOGPROB = -9999.0
 
 
 class SequenceDecoder(Protocol):
-    """The text of one sequence of tokens."""
+    """Decode one sequence of tokens."""
 
     def push(self, token_ids: Sequence[int]) -> str:
-        """Return the text that is certain now and was not before."""
+        """Return the text that these tokens complete."""
         ...
 
 
 class TokenTexts(Protocol):
-    """What the tokens of a model say."""
+    """The texts of a model's tokens."""
 
     def shown(self, token_id: int) -> tuple[str, bytes]:
-        """Return a token as it is shown alone, and the bytes that it stands for."""
+        """Return the text of a token by itself, and the bytes that it stands for."""
         ...
 
     def decoder(self, continues: bool = False) -> SequenceDecoder:
-        """Return a decoder for one sequence; `continues`: it goes on with a text that stands before it."""
+        """Return a decoder for one sequence; `continues`: the sequence continues another text."""
         ...
 
     def has_text(self, token_ids: Sequence[int]) -> bool:
@@ -34,12 +34,12 @@ class TokenTexts(Protocol):
 
 
 def logprob_in_json(logprob: float) -> float:
-    """Return a log-probability as JSON can have it, which has no infinity and no NaN."""
-    return max(_LEAST_LOGPROB, logprob)  # the first one, where the other is NaN
+    """Return a log-probability without infinity and NaN, which JSON does not have."""
+    return max(_LEAST_LOGPROB, logprob)  # max returns the first one if the other is NaN
 
 
 def token_logprobs(logprobs: Iterable[pb.Logprobs], tokens: TokenTexts) -> Iterator[Json]:
-    """Yield the tokens of a part of an answer, each with its alternatives."""
+    """Yield the tokens of a part of an answer, each with its logprob and its alternatives."""
 
     def token_json(token: pb.TokenLogprob) -> Json:
         text, raw = tokens.shown(token.token_id)
@@ -49,12 +49,12 @@ def token_logprobs(logprobs: Iterable[pb.Logprobs], tokens: TokenTexts) -> Itera
 
 
 class EventWriter(Protocol):
-    """What the events of an answer look like. `ping`: what says nothing."""
+    """Write the events of an answer. `ping`: an event without content."""
 
     ping: bytes
 
     def chunk(self, prompt: int, message: pb.GenerateResponse) -> Data:
-        """Return the events for a message to the prompt of that number; empty, where it says nothing here."""
+        """Return the events for a message to this prompt; empty if there is nothing to send."""
         ...
 
     def tail(self, usages: Iterable[pb.Usage]) -> Data:
@@ -67,7 +67,7 @@ class EventWriter(Protocol):
 
 
 class AnswerWriter(EventWriter, Protocol):
-    """What an answer looks like."""
+    """Write an answer as events or as one object."""
 
     def whole(self, responses: list[pb.CompleteResponse]) -> Json:
         """Return the answer in one object, for `to_bytes_in_turns`."""
@@ -75,6 +75,6 @@ class AnswerWriter(EventWriter, Protocol):
 
 
 def split_parts(message: pb.GenerateResponse) -> tuple[str, list[pb.ToolCall]]:
-    """Return the arguments that belong to the call before, whose place is before the message's text, and the others."""
+    """Return arguments that continue the previous call, which come before the message's text, and the new calls."""
     parts = list(message.tool_calls)
     return (parts[0].arguments, parts[1:]) if parts and not parts[0].name else ("", parts)
