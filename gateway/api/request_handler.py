@@ -18,6 +18,7 @@ from baton.v1 import inference_pb2 as pb
 from baton.v1 import worker_pb2
 from gateway.answer.answer import Emit
 from gateway.answer.whole_answer import WholeAnswer
+from gateway.api.owned_request import OwnedRequest
 from gateway.catalog.catalog import Catalog, VersionUse
 from gateway.catalog.model_version import ModelVersion
 from gateway.config.served_model import ServedModel
@@ -128,14 +129,14 @@ class RequestHandler:
         """Return why no request can be served now, or None."""
         return "draining" if self.is_draining else self._registry.not_ready()
 
-    async def generate(self, box: list[pb.GenerateRequest], call: CallContext, emit: Emit) -> None:
-        """Answer the request in `box`, which is taken out of it, in messages for `emit`. Raises BatonError."""
-        operation = "chat" if box[0].WhichOneof("input") == "messages" else "text_completion"
-        record = self._record(operation, call, box[0].request_id)
+    async def generate(self, owned: OwnedRequest, call: CallContext, emit: Emit) -> None:
+        """Take the request and answer it in messages for `emit`. Raises BatonError."""
+        operation = "chat" if owned.request.WhichOneof("input") == "messages" else "text_completion"
+        record = self._record(operation, call, owned.request.request_id)
         async with _Recording(self, record):
             deadline = self._opened(call, record)
             del call  # no longer needed, so not kept while the answer is written
-            request = box.pop()
+            request = owned.take()
             with self._using(request.model, record) as version:
                 model = version.seen_by(record.tenant)
                 max_priority = self._max_priority(record.tenant)
@@ -202,23 +203,24 @@ class RequestHandler:
         request_trace.emit(record, error)
         self._on_end(record, error)
 
-    async def complete(self, box: list[pb.GenerateRequest], call: CallContext) -> pb.CompleteResponse:
-        """Return an answer in one message. Raises BatonError."""
+    async def complete(self, owned: OwnedRequest, call: CallContext) -> pb.CompleteResponse:
+        """Take the request and return its answer in one message. Raises BatonError."""
         answer = WholeAnswer()
-        await self.gather(box, call, answer.add)
+        await self.gather(owned, call, answer.add)
         return answer.response()
 
     async def gather(
-        self, box: list[pb.GenerateRequest], call: CallContext, add: Callable[[pb.GenerateResponse], object]
+        self, owned: OwnedRequest, call: CallContext, add: Callable[[pb.GenerateResponse], object]
     ) -> None:
-        """Call `add` with each message of an answer whose tool calls come whole. Raises BatonError."""
-        if box[0].WhichOneof("input") == "messages":
-            box[0].messages.stream_tool_arguments = False
+        """Take the request and call `add` with each message of its answer, whose tool calls come whole. Raises
+        BatonError."""
+        if owned.request.WhichOneof("input") == "messages":
+            owned.request.messages.stream_tool_arguments = False
 
         async def emit(message: pb.GenerateResponse) -> None:
             add(message)
 
-        await self.generate(box, call, emit)
+        await self.generate(owned, call, emit)
 
     async def tokenize(self, request: pb.TokenizeRequest, call: CallContext) -> pb.TokenizeResponse:
         """Return the token ids of a text or a conversation. Raises BatonError."""

@@ -7,15 +7,15 @@ import grpc
 from baton.service.observe.telemetry import parse_traceparent
 from baton.v1 import inference_pb2 as pb
 from baton.v1 import inference_pb2_grpc
+from gateway.api.owned_request import OwnedRequest
 from gateway.api.request_handler import CallContext, RequestHandler
 
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["Inference"].full_name
 
 
-def _boxed(raw: bytes) -> list[pb.GenerateRequest]:
-    """Return the message in a list, from which it can be taken: gRPC keeps a method's argument until its stream has
-    ended."""
-    return [pb.GenerateRequest.FromString(raw)]
+def _owned(raw: bytes) -> OwnedRequest:
+    """Return the message as one that its handler can take."""
+    return OwnedRequest(pb.GenerateRequest.FromString(raw))
 
 
 class InferenceService(inference_pb2_grpc.InferenceServicer):
@@ -28,10 +28,10 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         """Register the calls with a server."""
         handlers = {
             "Generate": grpc.unary_stream_rpc_method_handler(
-                self.Generate, _boxed, pb.GenerateResponse.SerializeToString
+                self.Generate, _owned, pb.GenerateResponse.SerializeToString
             ),
             "Complete": grpc.unary_unary_rpc_method_handler(
-                self.Complete, _boxed, pb.CompleteResponse.SerializeToString
+                self.Complete, _owned, pb.CompleteResponse.SerializeToString
             ),
         }
         # These replace the generated handlers: gRPC 1.71 asks generic handlers alone, in the order of registration.
@@ -39,15 +39,15 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         inference_pb2_grpc.add_InferenceServicer_to_server(self, server)
         server.add_registered_method_handlers(SERVICE_NAME, handlers)
 
-    def Generate(self, box: list[pb.GenerateRequest], context) -> Awaitable[None]:
+    def Generate(self, owned: OwnedRequest, context) -> Awaitable[None]:
         """Stream an answer."""
         # This is no coroutine around the handler's, which would cost a third of a KB for each open stream.
         # Nor is it a generator, whose `finally` would run when it is collected, and not when the client disconnects.
-        return self._handler.generate(box, _call(context), context.write)
+        return self._handler.generate(owned, _call(context), context.write)
 
-    async def Complete(self, box: list[pb.GenerateRequest], context) -> pb.CompleteResponse:
+    async def Complete(self, owned: OwnedRequest, context) -> pb.CompleteResponse:
         """Return an answer in one message."""
-        return await self._handler.complete(box, _call(context))
+        return await self._handler.complete(owned, _call(context))
 
     async def Tokenize(self, request: pb.TokenizeRequest, context) -> pb.TokenizeResponse:
         """Return the token ids of a text or a conversation."""

@@ -21,6 +21,7 @@ from baton.service.net.host_names import HostCheck, HostNames
 from baton.service.net.server import MAX_METADATA_BYTES
 from baton.service.security.guard import MAX_METADATA_PAIRS, Guard
 from baton.v1 import inference_pb2 as pb
+from gateway.api.owned_request import OwnedRequest
 from gateway.api.request_handler import CallContext, RequestHandler
 from gateway.http.anthropic.answer import MessageWriter
 from gateway.http.anthropic.request import read_count_tokens, read_messages
@@ -82,15 +83,15 @@ class HttpApi:
         """Serve POST /v1/responses."""
         body, context = self._read(call, "chat", read_response)
         writer = ResponseWriter(body, call.values, *self._known(body))
-        boxes = _take(call, body)
+        requests = _take(call, body)
         if body.stream:
-            return await self._stream(call, context, writer, boxes)
-        await self._handler.gather(boxes[0], context, writer.add)
+            return await self._stream(call, context, writer, requests)
+        await self._handler.gather(requests[0], context, writer.add)
         await call.reply_json(await to_bytes_in_turns(writer.whole(), NUM_LEVELS))
 
     async def input_tokens(self, call: HttpCall) -> None:
         """Serve POST /v1/responses/input_tokens."""
-        request, call.names = read_input_tokens(call.values)
+        request, call.field_names = read_input_tokens(call.values)
         num_tokens = len((await self._handler.tokenize(request, call.context)).token_ids)
         await call.reply({"object": "response.input_tokens", "input_tokens": num_tokens})
 
@@ -102,7 +103,7 @@ class HttpApi:
 
     async def count_tokens(self, call: HttpCall) -> None:
         """Serve POST /v1/messages/count_tokens."""
-        request, call.names = read_count_tokens(call.values)
+        request, call.field_names = read_count_tokens(call.values)
         await call.reply({"input_tokens": len((await self._handler.tokenize(request, call.context)).token_ids)})
 
     async def embeddings(self, call: HttpCall) -> None:
@@ -114,7 +115,7 @@ class HttpApi:
         num_texts, usage = sum(len(request.inputs) for request in body.requests), pb.Usage()
 
         async def embed(group: int, context: CallContext) -> list[bytes]:
-            request, call.names = body.requests[group], body.names[group]
+            request, call.field_names = body.requests[group], body.names[group]
             response, objects = await self._handler.embed(request, context), list[bytes]()
             call.request_id = call.request_id or response.request_id
             _check_size(num_texts, len(response.embeddings[0].values), body.encoding)
@@ -156,7 +157,7 @@ class HttpApi:
     async def tokenize(self, call: HttpCall) -> None:
         """Serve POST /tokenize."""
         request = read_tokenize(call.values)
-        call.names = TOKENIZE_NAMES
+        call.field_names = TOKENIZE_NAMES
         token_ids = list((await self._handler.tokenize(request, call.context)).token_ids)
         if request.HasField("text") and call.values.get("add_special_tokens") is False:
             before, behind = self._handler.own_ids(request.model)
@@ -167,14 +168,14 @@ class HttpApi:
     async def detokenize(self, call: HttpCall) -> None:
         """Serve POST /detokenize."""
         request = read_detokenize(call.values)
-        call.names = DETOKENIZE_NAMES
+        call.field_names = DETOKENIZE_NAMES
         await call.reply({"prompt": (await self._handler.detokenize(request, call.context)).text})
 
     async def _score(
         self, call: HttpCall, read: Callable[[Mapping[str, Any]], ParsedRerank]
     ) -> tuple[ParsedRerank, pb.ScoreResponse]:
         body, context = self._read(call, "rerank", read)
-        call.names = body.names
+        call.field_names = body.names
         response = await self._handler.score(body.request, context)
         call.request_id = response.request_id
         return body, response
@@ -188,7 +189,8 @@ class HttpApi:
         """Check all texts of a call before any is embedded and counted for a quota. Raises and records BatonError."""
         num_texts = sum(len(request.inputs) for request in body.requests)
         try:
-            for request, call.names in zip(body.requests, body.names, strict=True):
+            for request, names in zip(body.requests, body.names, strict=True):
+                call.field_names = names
                 _check_size(num_texts, self._handler.check_embed(request), body.encoding)
                 await asyncio.sleep(0)  # let other calls run
         except BatonError as error:
@@ -214,16 +216,16 @@ class HttpApi:
 
     async def _answer(self, call: HttpCall, context: CallContext, body: ParsedBody, writer: AnswerWriter) -> None:
         num_at_once = self._num_at_once(body)
-        boxes = _take(call, body)
+        requests = _take(call, body)
         if body.stream:
-            return await self._stream(call, context, writer, boxes, num_at_once)
+            return await self._stream(call, context, writer, requests, num_at_once)
 
         num_logprobs = 0
 
         async def complete(prompt: int, context: CallContext) -> pb.CompleteResponse:
             nonlocal num_logprobs
-            response = await self._handler.complete(_box(boxes, prompt), context)
-            boxes[prompt].clear()
+            response = await self._handler.complete(_for_handler(requests, prompt), context)
+            requests[prompt].drop()
             num_logprobs += _num_logprobs(response)
             if num_logprobs > _MAX_LOGPROBS:
                 message = f"answers have over {_MAX_LOGPROBS} log-probabilities in all: send fewer prompts, or stream"
@@ -231,7 +233,7 @@ class HttpApi:
             return response
 
         deadline = self._handler.with_deadline(context)
-        responses = await serve_each(complete, len(boxes), num_at_once, deadline, place_of=place_of_prompt)
+        responses = await serve_each(complete, len(requests), num_at_once, deadline, place_of=place_of_prompt)
         await call.reply_json(await to_bytes_in_turns(writer.whole(responses)))
 
     def _num_at_once(self, body: ParsedBody) -> int:
@@ -244,18 +246,18 @@ class HttpApi:
         call: HttpCall,
         context: CallContext,
         writer: EventWriter,
-        boxes: Sequence[list[pb.GenerateRequest]],
+        requests: Sequence[OwnedRequest],
         num_at_once: int = 1,
     ) -> None:
         call.open_stream(writer.error_event, writer.ping)
         usages, begun = list[pb.Usage](), set[int]()
-        for box in boxes:
-            if box[0].WhichOneof("input") == "messages":
-                box[0].messages.stream_tool_arguments = True
+        for each in requests:
+            if each.request.WhichOneof("input") == "messages":
+                each.request.messages.stream_tool_arguments = True
 
         async def emit(prompt: int, message: pb.GenerateResponse) -> None:
             begun.add(prompt)
-            boxes[prompt].clear()  # it is not sent again
+            requests[prompt].drop()  # it is not retried
             if message.HasField("usage"):
                 usages.append(message.usage)
             if not call.has_begun:
@@ -265,10 +267,10 @@ class HttpApi:
                 await call.write(data)
 
         def generate(prompt: int, context: CallContext) -> Awaitable[None]:
-            return self._handler.generate(_box(boxes, prompt), context, partial(emit, prompt))
+            return self._handler.generate(_for_handler(requests, prompt), context, partial(emit, prompt))
 
         deadline = self._handler.with_deadline(context)
-        await serve_each(generate, len(boxes), num_at_once, deadline, begun, place_of_prompt)
+        await serve_each(generate, len(requests), num_at_once, deadline, begun, place_of_prompt)
         data = writer.tail(usages)
         await call.end(data if isinstance(data, bytes) else await data)
 
@@ -383,17 +385,16 @@ def _num_logprobs(response: pb.CompleteResponse) -> int:
     return sum(len(row) * (1 + len(row[0].top)) for row in rows if row)
 
 
-def _take(call: HttpCall, body: ParsedBody) -> list[list[pb.GenerateRequest]]:
-    """Return the requests, each in a box that the handler takes it out of: the prompt of a call that has no other is
-    not kept for the length of its answer."""
-    call.names, call.request_id = body.names, body.requests[0].request_id
-    boxes = [[request] for request in body.requests]
+def _take(call: HttpCall, body: ParsedBody) -> list[OwnedRequest]:
+    """Take the requests out of the body, so that no prompt is kept while its answer is written."""
+    call.field_names, call.request_id = body.names, body.requests[0].request_id
+    requests = list(map(OwnedRequest, body.requests))
     body.requests.clear()
     call.values.clear()
-    return boxes
+    return requests
 
 
-def _box(boxes: Sequence[list[pb.GenerateRequest]], prompt: int) -> list[pb.GenerateRequest]:
-    """Return a request for the handler to take. One of several stays in its own box too, until something is told of it
-    or it is answered: it may have to be sent again."""
-    return boxes[prompt] if len(boxes) == 1 else [*boxes[prompt]]
+def _for_handler(requests: Sequence[OwnedRequest], prompt: int) -> OwnedRequest:
+    """Return a request for the handler to take. One of several is kept here too, until its answer has begun or ended,
+    as it may have to be retried."""
+    return requests[prompt] if len(requests) == 1 else requests[prompt].shared()

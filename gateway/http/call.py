@@ -49,14 +49,14 @@ ToError = Callable[[BatonError, Mapping[str, str]], Json]
 
 
 class HttpCall:
-    """A request over HTTP and its answer. Once the body was read, `names` holds the client's names for fields of
-    baton.v1, and `request_id` the id in logs."""
+    """A request over HTTP and its answer. Once the body was read, `field_names` holds the client's names for
+    fields of baton.v1, and `request_id` the id in logs."""
 
     def __init__(self, scope: Scope, receive: Receive, send: Send, to_error: ToError):
         self.headers = Headers(scope=scope)
         self.path_params: Mapping[str, str] = scope["path_params"]
         self.values: dict[str, Any] = {}  # of the body, until they were read
-        self.names: Mapping[str, str] = {}
+        self.field_names: Mapping[str, str] = {}
         self.request_id = ""
         self.has_begun = False  # whether the answer has begun
         self._has_ended = False
@@ -156,7 +156,7 @@ class HttpCall:
 
     async def _fail(self, error: BatonError) -> None:
         """Answer with the error: as a status, or as the last event if the answer has begun."""
-        value, headers = self._to_error(error, self.names), headers_of(error)
+        value, headers = self._to_error(error, self.field_names), headers_of(error)
         self.request_id = error.request_id or self.request_id
         if self.has_begun:
             await self._end(self._to_event(value), _LAST_WORDS_S)

@@ -8,6 +8,7 @@ from openai import APIError, BadRequestError, RateLimitError
 
 from baton.service.errors import Overloaded
 from baton.v1 import inference_pb2 as pb
+from gateway.api.owned_request import OwnedRequest
 from gateway.api.request_handler import CallContext, RequestHandler
 from gateway.http import app
 from gateway.http.prompts import serve_each
@@ -136,7 +137,7 @@ async def test_prompts_beyond_a_quota_of_tokens_wait_until_it_has_some(served, t
 @pytest.mark.parametrize("stream", [False, True])
 async def test_of_several_prompts_none_is_kept_once_it_is_answered(served, monkeypatch, stream):
     """Each was, for as long as the longest of their answers took. A stream's may be let go of once it has begun."""
-    requests, take, serve, is_first = list[list[list[pb.GenerateRequest]]](), app._take, RequestHandler.generate, True
+    requests, take, serve, is_first = list[list[OwnedRequest]](), app._take, RequestHandler.generate, True
 
     def taken(*args):
         requests.append(take(*args))
@@ -149,13 +150,13 @@ async def test_of_several_prompts_none_is_kept_once_it_is_answered(served, monke
         async def told(message: pb.GenerateResponse) -> None:
             await emit(message)
             if is_held and stream:
-                assert not requests[0][0], "something was told of it"
+                assert requests[0][0]._request is None, "something was told of it"
 
         await serve(handler, box, context, told)
         if not is_held:
             return
         async with asyncio.timeout(patience(10)):
-            while any(requests[0][1:]):
+            while any(each._request for each in requests[0][1:]):
                 await asyncio.sleep(0.01)
 
     monkeypatch.setattr(app, "_take", taken)
@@ -166,7 +167,7 @@ async def test_of_several_prompts_none_is_kept_once_it_is_answered(served, monke
             assert [chunk async for chunk in await client.completions.create(**ask, stream=True)]
         else:
             assert len((await client.completions.create(**ask)).choices) == 3
-    assert requests == [[[], [], []]]
+    assert [[each._request for each in call] for call in requests] == [[None, None, None]]
 
 
 @pytest.mark.parametrize("burst_tokens", [10, 200], ids=["none is served", "some are"])

@@ -10,6 +10,7 @@ import pytest
 
 from baton.service.observe import genai_metrics, telemetry
 from baton.v1 import worker_pb2
+from gateway.api.owned_request import OwnedRequest
 from gateway.api.request_handler import CallContext
 from gateway.request.timing import PHASES, Measured, Stamps, breakdown, timing
 from tests.gateway.calls import PROMPT, generate, hold, holder, read, release, wait_for_gate
@@ -194,7 +195,8 @@ async def test_a_deadline_is_one_whoever_sees_it_pass(cluster, watch, has_deadli
     async with cluster() as c:
         hold(c, "decode")
         call = CallContext(100.0, has_deadline=has_deadline)
-        task = asyncio.create_task(c.gateway.handler.generate([make_request(PROMPT, max_tokens=6)], call, emit))
+        owned = OwnedRequest(make_request(PROMPT, max_tokens=6))
+        task = asyncio.create_task(c.gateway.handler.generate(owned, call, emit))
         await wait_for_gate(c, "decode")
         (record,) = c.gateway.recent._running.values()
         record.stamps.received -= 100.0 - left_s

@@ -7,6 +7,7 @@ import grpc
 import pytest
 
 from baton.service.clock import now
+from gateway.api.owned_request import OwnedRequest
 from gateway.api.request_handler import CallContext
 from gateway.queue.waiting_queue import QueuedRequest
 from tests.gateway.calls import PROMPT, expect_refusal, generate, hold, read, release, start, wait_for_gate
@@ -87,7 +88,7 @@ async def test_what_is_beyond_the_reservation_is_paid_as_it_is_sent(cluster, tmp
             num_sent += len(message.token_ids)
             assert balance_of(c) == 400 - 300 - max(256, num_sent)
 
-        await c.gateway.handler.generate([make_request(PROMPT)], CallContext(), emit)
+        await c.gateway.handler.generate(OwnedRequest(make_request(PROMPT)), CallContext(), emit)
         assert num_sent == 724
 
 
