@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from baton.service.clock import now
 from baton.service.errors import InvalidRequest
 from baton.v1 import inference_pb2 as pb
-from gateway.answer.answer_reader import AnswerParsing
+from gateway.answer.answer_planner import AnswerPlan
 from gateway.answer.choice import LENGTH, Choice
 from gateway.answer.stop_strings import StopStrings
 from gateway.request.bottlenecks import seconds_by_bottleneck
@@ -47,7 +47,7 @@ class Answer:
         validated: ValidatedRequest,
         num_prompt_tokens: int,
         max_tokens: int,
-        parsing: AnswerParsing,
+        plan: AnswerPlan,
         stamps: Stamps,
         emit: Emit,
         on_gap: Callable[[float], None],
@@ -62,10 +62,10 @@ class Answer:
         self.num_slow_writes, self.slow_writes_s = 0, 0.0  # their number, and their time in all
         self.prompt: pb.EchoedPrompt | None = None  # for the first message
         self._prompt_logprobs: Sequence[pb.Logprobs] = ()  # for the first message too
-        stops = StopStrings(validated.stops, parsing.spellings) if validated.stops else None
+        stops = StopStrings(validated.stops, plan.spellings) if validated.stops else None
         ends = None if validated.constraint is None else validated.stop_token_ids
         self.choices = [
-            Choice(index, parsing, stops, validated.min_tokens, num_received, validated.request_id, ends)
+            Choice(index, plan, stops, validated.min_tokens, num_received, validated.request_id, ends)
             for index, num_received in enumerate(validated.resume_from or [0] * validated.num_choices)
         ]
 

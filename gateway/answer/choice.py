@@ -5,7 +5,7 @@ from collections.abc import Sequence, Set
 from itertools import chain
 
 from baton.v1 import inference_pb2 as pb
-from gateway.answer.answer_reader import AnswerParsing
+from gateway.answer.answer_planner import AnswerPlan
 from gateway.answer.stop_strings import StopMatcher, StopStrings
 from gateway.answer.tool_calls import ToolCalls
 from gateway.parsers.answer_parser import Parsed
@@ -50,7 +50,7 @@ class Choice:
     def __init__(
         self,
         index: int,
-        parsing: AnswerParsing,
+        plan: AnswerPlan,
         stops: StopStrings | None,
         min_tokens: int,
         num_received: int = 0,
@@ -68,18 +68,18 @@ class Choice:
         self.sent_at: float | None = None  # when its last message was sent
         self.num_pending = 0  # the last tokens, which are not sent yet
         self.separate: list[pb.GenerateResponse] | None = None  # messages to send before the open one
-        self._decoder: TextDecoder | None = parsing.detokenizer.decoder(parsing.keeps_space)  # None: its end was sent
+        self._decoder: TextDecoder | None = plan.detokenizer.decoder(plan.keeps_space)  # None: its end was sent
         self._stops = StopMatcher(stops) if stops else None
         self._min_tokens, self._stop_token_ids = min_tokens, stop_token_ids
         self._text = ""
         self._logprobs: list[pb.Logprobs] | None = None
         self._matched_stop = ""
-        self._parser = parsing.new_parser and parsing.new_parser()
+        self._parser = plan.new_parser and plan.new_parser()
         self._reasoning = ""
-        self._detokenizer, self._keeps_space = parsing.detokenizer, parsing.keeps_space
+        self._detokenizer, self._keeps_space = plan.detokenizer, plan.keeps_space
         self._calls: ToolCalls | None = None  # None until a part of a call has come
-        self._streams_arguments = parsing.streams_arguments
-        self._request_id, self._ends_with_call = request_id, parsing.ends_with_call
+        self._streams_arguments = plan.streams_arguments
+        self._request_id, self._ends_with_call = request_id, plan.ends_with_call
         self._kinds = _NOTHING  # of the open message
 
     @property

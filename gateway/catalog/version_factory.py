@@ -8,7 +8,7 @@ from pathlib import Path
 
 from baton.gguf import is_gguf
 from baton.service.settings import SettingsError
-from gateway.answer.answer_reader import AnswerReader
+from gateway.answer.answer_planner import AnswerPlanner
 from gateway.catalog.model_version import ModelVersion
 from gateway.config.settings import GatewaySettings
 from gateway.fleet.registry import Registry
@@ -77,17 +77,17 @@ class VersionFactory:
         self._registry.drop(version.fleet)
         version.close()
 
-    def _read_text(self, folder: ModelFolder) -> tuple[TextWork, AnswerReader]:
+    def _read_text(self, folder: ModelFolder) -> tuple[TextWork, AnswerPlanner]:
         """Read a model's tokenizer and template, which takes a second if they are large. Raises SettingsError."""
         name = str(folder.path if is_gguf(folder.path) else folder.path / "tokenizer.json")
         tokenizer = Tokenizer(folder.tokenizer_json, name, folder.begin, folder.end)
         spells_controls = self._settings.control_tokens_in_prompts
         text = TextWork(tokenizer, _make_template(folder), folder.vocab_size, spells_controls)
         answer_format = _answer_format(self._settings.tool_call_parser, folder)
-        return text, AnswerReader(tokenizer, text.detokenizer, answer_format)
+        return text, AnswerPlanner(tokenizer, text.detokenizer, answer_format)
 
     def _join(
-        self, folder: ModelFolder, text: TextWork, reader: AnswerReader, required_identity: bytes = b""
+        self, folder: ModelFolder, text: TextWork, planner: AnswerPlanner, required_identity: bytes = b""
     ) -> ModelVersion:
         """Join all parts of a model, and accept its workers."""
         # Some models name the end token only in `special_tokens`, which are those of the tokenizer.
@@ -99,7 +99,7 @@ class VersionFactory:
                 index=self._index,
                 prefix_hashes=PrefixHashes(fleet),
                 text=text,
-                reader=reader,
+                planner=planner,
                 admission=self._admission,
                 queues=WaitingQueues(settings.max_queued_requests, settings.max_queued_tokens),
                 max_queue_wait_s=settings.max_queue_wait_s,

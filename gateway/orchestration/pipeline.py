@@ -14,8 +14,8 @@ from baton.service.security.exposure import is_loopback
 from baton.service.slo import Slo
 from baton.v1 import inference_pb2 as pb
 from gateway.answer.answer import Answer, Emit
-from gateway.answer.answer_reader import AnswerParsing, AnswerReader
-from gateway.answer.parsing_search import ParsingSearch
+from gateway.answer.answer_planner import AnswerPlan, AnswerPlanner
+from gateway.answer.tool_schema_fallback import ToolSchemaFallback
 from gateway.attempts.retry_throttle import RetryThrottle, prompt_digest
 from gateway.config.served_model import ServedModel
 from gateway.fleet.model_fleet import ModelFleet
@@ -56,7 +56,7 @@ class Pipeline:
     index: PrefixIndex
     prefix_hashes: PrefixHashes
     text: TextWork
-    reader: AnswerReader
+    planner: AnswerPlanner
     admission: AdmissionControl
     queues: WaitingQueues
     max_queue_wait_s: float
@@ -133,7 +133,7 @@ class Pipeline:
         """Tokenize the prompt, pay for it, and return the request with everything that its way through workers needs.
 
         Raises BatonError, also for a prompt that is quarantined because workers died of it."""
-        validated, prompt_ids, parsing = await self._tokenize(validated, model, deadline, record)
+        validated, prompt_ids, plan = await self._tokenize(validated, model, deadline, record)
         max_tokens = resolve_max_tokens(validated, len(prompt_ids), model)
         # The messages are not needed any more, and their objects may be 40 times as large as their text.
         validated = record.validated = replace(validated, prompt=validated.prompt._replace(messages=None))
@@ -149,7 +149,7 @@ class Pipeline:
         )
         matches = await self.index.lookup(specs.reusable_spans)
         answer = Answer(
-            validated, len(prompt_ids), max_tokens, parsing, record.stamps, emit, self.itl_recorder_for(record)
+            validated, len(prompt_ids), max_tokens, plan, record.stamps, emit, self.itl_recorder_for(record)
         )
         if (validated.echo or validated.echo_token_ids) and not any(validated.resume_from):
             answer.prompt = pb.EchoedPrompt(token_ids=prompt_ids)
@@ -167,9 +167,9 @@ class Pipeline:
 
     async def _tokenize(
         self, validated: ValidatedRequest, model: ServedModel, deadline: float, record: RequestRecord
-    ) -> tuple[ValidatedRequest, Sequence[int], AnswerParsing]:
-        """Return the request with the constraint that its answer needs, the prompt's token ids, and how the answer is
-        parsed. Raises BatonError."""
+    ) -> tuple[ValidatedRequest, Sequence[int], AnswerPlan]:
+        """Return the request with the constraint that its answer needs, the prompt's token ids, and the plan by which
+        the answer is read. Raises BatonError."""
         prompt = validated.prompt
         if prompt.text is not None and validated.suffix:
             prompt_ids = await self.text.infill(prompt.text, validated.suffix, model.context, record.tenant, deadline)
@@ -181,11 +181,11 @@ class Pipeline:
         constraint = validated.constraint
         if constraint is not None:
             constraint = await self.text.check_constraint(constraint, record.tenant, deadline)
-        search = ParsingSearch(self.reader, self.text, record.tenant, deadline)
-        parsing = await search.find(prompt.messages, prompt_ids, constraint)
-        if parsing.constraint != validated.constraint:
-            validated = replace(validated, constraint=parsing.constraint)
-        return validated, prompt_ids, parsing
+        fallback = ToolSchemaFallback(self.planner, self.text, record.tenant, deadline)
+        plan = await fallback.plan_for(prompt.messages, prompt_ids, constraint)
+        if plan.constraint != validated.constraint:
+            validated = replace(validated, constraint=plan.constraint)
+        return validated, prompt_ids, plan
 
     def _note_end(self, answer: Answer, record: RequestRecord) -> None:
         """Record why each choice of the answer finished, and count its length in the mean of all answers."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from gateway.parsers.calls import CallPart, CallReader, CallSink
-from gateway.parsers.reading import AnswerSource, Cut, Malformed, Markers, Reading
+from gateway.parsers.reading import Cut, IncrementalText, Malformed, Markers, Reading
 
 _BLANKS = " \t\r\n"
 NO_SPELLINGS: Mapping[str, str] = {}
@@ -31,7 +31,7 @@ class AnswerParser:
     def __init__(self, spellings: Mapping[str, str]):
         """`spellings`: from characters that stand for control tokens to their text."""
         self._spellings = str.maketrans(dict(spellings))
-        self._source, self._sink = AnswerSource(), CallSink(self._spellings)
+        self._source, self._sink = IncrementalText(), CallSink(self._spellings)
         self._content_parts, self._thought = list[str](), list[str]()
         self.reasoning_spans = list[tuple[int, int]]()  # begins and ends in characters, once it has ended
         self._is_whole = False
@@ -190,7 +190,7 @@ def _without_end(held: list[str], text: str) -> str:
     return kept
 
 
-def _piece(source: AnswerSource, markers: Markers) -> Generator[None, None, tuple[str, str | None]]:
+def _piece(source: IncrementalText, markers: Markers) -> Generator[None, None, tuple[str, str | None]]:
     """Return the text up to a marker, and the marker: "" if none has come yet, None at the end of the answer."""
     while True:
         if found := markers.find(source.text, source.at):

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from gateway.parsers.reading import AnswerSource, Cut, Malformed, Reading
+from gateway.parsers.reading import Cut, IncrementalText, Malformed, Reading
 
 
 class ParsedCall(NamedTuple):
@@ -96,14 +96,14 @@ class CallReader:
             self.sink.add(text)
             self.sink.end()
 
-    def arguments(self, source: AnswerSource, name: str) -> Reading:
+    def arguments(self, source: IncrementalText, name: str) -> Reading:
         """Read arguments in JSON; begin the call and emit them as they come. Raises Malformed, Cut."""
         if (first := (yield from source.peek())) != "{":
             raise Malformed if first else Cut
         self.sink.begin(name)
         yield from source.json_text(self.sink.add)
 
-    def read(self, source: AnswerSource, opener: str) -> Reading:
+    def read(self, source: IncrementalText, opener: str) -> Reading:
         """Read calls and emit them. Raises Malformed, Cut."""
         raise NotImplementedError
 

@@ -5,7 +5,7 @@ from collections.abc import Generator
 from typing import Any
 
 from gateway.parsers.calls import CallReader, ParsedCall
-from gateway.parsers.reading import AnswerSource, Malformed, Reading, parse_json
+from gateway.parsers.reading import IncrementalText, Malformed, Reading, parse_json
 
 
 def call_of(value: Any) -> ParsedCall:
@@ -25,7 +25,7 @@ def call_of(value: Any) -> ParsedCall:
 class ObjectReader(CallReader):
     """Read calls that are objects with a name and arguments."""
 
-    def object(self, source: AnswerSource, must_be_known: bool = False) -> Reading:
+    def object(self, source: IncrementalText, must_be_known: bool = False) -> Reading:
         """Read one call. `must_be_known`: its name must be a tool's. Raises Malformed, Cut."""
         begin = source.at
         if name := (yield from _name_in_head(source)):
@@ -41,7 +41,7 @@ class ObjectReader(CallReader):
             self.emit(call)
         source.good = source.at
 
-    def objects(self, source: AnswerSource) -> Reading:
+    def objects(self, source: IncrementalText) -> Reading:
         """Read one call, or a list of them. Raises Malformed, Cut."""
         if (yield from source.peek()) != "[":
             yield from self.object(source)
@@ -58,7 +58,7 @@ class ObjectReader(CallReader):
             raise Malformed
 
 
-def _name_in_head(source: AnswerSource) -> Generator[None, None, str]:
+def _name_in_head(source: IncrementalText) -> Generator[None, None, str]:
     """Read up to the arguments and return the name; "" if the object does not begin with the name and then these."""
     for text in ("{", '"name"', ":", '"'):
         if not (yield from source.accept(text)):
@@ -76,7 +76,7 @@ class HermesReader(ObjectReader):
     openers = ("<tool_call>",)
     markers = ("<tool_call>", "</tool_call>")
 
-    def read(self, source: AnswerSource, opener: str) -> Reading:
+    def read(self, source: IncrementalText, opener: str) -> Reading:
         yield from self.objects(source)
         yield from source.accept(self.spelled["</tool_call>"])
 
@@ -88,7 +88,7 @@ class LlamaJsonReader(ObjectReader):
     first = "{"
     markers = ("<|python_tag|>",)
 
-    def read(self, source: AnswerSource, opener: str) -> Reading:
+    def read(self, source: IncrementalText, opener: str) -> Reading:
         while True:
             yield from self.object(source, must_be_known=not opener)
             yield from source.accept(";")
@@ -103,7 +103,7 @@ class MistralReader(ObjectReader):
     openers = ("[TOOL_CALLS]",)
     markers = ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]")
 
-    def read(self, source: AnswerSource, opener: str) -> Reading:
+    def read(self, source: IncrementalText, opener: str) -> Reading:
         if (yield from source.peek()) == "[":
             yield from self.objects(source)
             return
@@ -126,7 +126,7 @@ class DeepSeekReader(CallReader):
         "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁sep｜>",
     )  # fmt: skip
 
-    def read(self, source: AnswerSource, opener: str) -> Reading:
+    def read(self, source: IncrementalText, opener: str) -> Reading:
         _, all_end, begin, end, separator = (self.spelled[marker] for marker in self.markers)
         while (yield from source.expect(begin, all_end)) == begin:
             name = yield from source.name()

@@ -22,7 +22,7 @@ from gateway.parsers.grammars import (
     json_value,
     repeated,
 )
-from gateway.parsers.reading import AnswerSource, Cut, Malformed, Reading, parse_json
+from gateway.parsers.reading import Cut, IncrementalText, Malformed, Reading, parse_json
 
 _NOTABLE = re.compile(r"""[\[\](){}'"\\]""")
 _HEAD = re.compile(r"\[\s*[A-Za-z_][\w.]*\s*\(")
@@ -43,7 +43,7 @@ class PythonicReader(CallReader):
     def can_name(name: str) -> bool:
         return all(map(_is_identifier, name.split(".")))
 
-    def read(self, source: AnswerSource, opener: str) -> Reading:
+    def read(self, source: IncrementalText, opener: str) -> Reading:
         yield from source.peek()
         calls = _calls((yield from _list(source)))
         if not opener and any(call.name not in self.tools for call in calls):
@@ -53,7 +53,7 @@ class PythonicReader(CallReader):
         yield from source.accept(self.spelled["<|python_end|>"])
 
 
-def _list(source: AnswerSource) -> Generator[None, None, str]:
+def _list(source: IncrementalText) -> Generator[None, None, str]:
     """Return the text of a list that begins with a call. Raises Malformed, Cut."""
     begin = position = source.at
     end = begin + _MAX_HEAD

@@ -48,7 +48,7 @@ class Markers:
         return 0
 
 
-class AnswerSource:
+class IncrementalText:
     """The text of an answer that has come, and the position up to which it was read."""
 
     __slots__ = ("text", "at", "has_ended", "good", "_num_forgotten")

@@ -5,7 +5,7 @@ from collections.abc import Generator
 from typing import Any
 
 from gateway.parsers.calls import CallReader, ParsedCall
-from gateway.parsers.reading import AnswerSource, Malformed, Reading, parse_json
+from gateway.parsers.reading import IncrementalText, Malformed, Reading, parse_json
 from gateway.parsers.schema_types import property_of, types_of
 
 _WORDS = {"True": True, "False": False, "None": None}
@@ -18,7 +18,7 @@ class QwenXmlReader(CallReader):
     ends_thinking = True  # Qwen3.5 begins a call without closing its reasoning
     markers = ("<tool_call>", "</tool_call>")
 
-    def read(self, source: AnswerSource, opener: str) -> Reading:
+    def read(self, source: IncrementalText, opener: str) -> Reading:
         if opener != "<function=":
             yield from source.expect("<function=")
         name = yield from source.name()
@@ -33,7 +33,7 @@ class QwenXmlReader(CallReader):
         source.good = source.at
         yield from source.accept(self.spelled["</tool_call>"])
 
-    def _text(self, source: AnswerSource) -> Generator[None, None, str]:
+    def _text(self, source: IncrementalText) -> Generator[None, None, str]:
         """Return an argument's text. An end tag without a tag after it is part of the text; models also leave out the
         end tag."""
         begin = source.at
@@ -73,7 +73,7 @@ class DsmlReader(CallReader):
     markers = ("｜DSML｜",)
     _head = re.compile(r' name="([^"]*)"(?: string="(true|false)")?\s*(/?)')
 
-    def read(self, source: AnswerSource, opener: str) -> Reading:
+    def read(self, source: IncrementalText, opener: str) -> Reading:
         mark = self.spelled["｜DSML｜"]
         gap = " " if opener.partition(mark)[2].startswith(" ") else ""
         open_tag, close_tag = f"<{mark}{gap}", f"</{mark}{gap}"
@@ -90,7 +90,7 @@ class DsmlReader(CallReader):
                 return
         yield from source.until(">")
 
-    def _attributes(self, source: AnswerSource) -> Generator[None, None, tuple[str, str, str]]:
+    def _attributes(self, source: IncrementalText) -> Generator[None, None, tuple[str, str, str]]:
         head, _ = yield from source.until(">")
         found = self._head.fullmatch(head)
         if not found:

@@ -6,17 +6,17 @@ import pytest
 
 from baton.v1 import inference_pb2 as pb
 from gateway.answer.answer import Answer
-from gateway.answer.answer_reader import AnswerParsing
+from gateway.answer.answer_planner import AnswerPlan
 from gateway.request.timing import Measured, Stamps
 from gateway.request.validation import validate
-from tests.gateway.answer.test_answer_reader import IDS, parsing
+from tests.gateway.answer.test_answer_planner import IDS, plan_of
 from tests.gateway.request.test_validation import SERVED
 from tests.support.client import make_request
 
-PLAIN = parsing(conversation=None)
+PLAIN = plan_of(conversation=None)
 
 
-def answer_of(asked: AnswerParsing, **fields) -> tuple[Answer, list[pb.GenerateResponse]]:
+def answer_of(asked: AnswerPlan, **fields) -> tuple[Answer, list[pb.GenerateResponse]]:
     """An answer to such a request, and its messages."""
     sent = list[pb.GenerateResponse]()
 
@@ -50,7 +50,7 @@ async def test_an_answer_that_has_ended_is_not_due_before_its_worker_has_reporte
     ],
 )
 def test_a_stop_string_is_found_where_a_part_of_it_is_a_token_of_the_form(stop, reasoning, text):
-    answer, _ = answer_of(parsing(), stop=[stop])
+    answer, _ = answer_of(plan_of(), stop=[stop])
     answer.push(0, 0, IDS, (), pb.FINISH_REASON_STOP)
     message = answer.choices[0].take()
     assert (message.matched_stop, message.reasoning, message.text) == (stop, reasoning, text)

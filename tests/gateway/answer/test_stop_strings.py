@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gateway.answer.answer_reader import AnswerParsing
+from gateway.answer.answer_planner import AnswerPlan
 from gateway.answer.choice import LENGTH, STOP, Choice
 from gateway.answer.stop_strings import StopMatcher, StopStrings
 from tests.support.gateway.naive_text import held_back, stopped
@@ -69,7 +69,7 @@ class OneLetter:
 def cost(stops, text: str) -> float:
     """CPU seconds of one choice of an answer."""
     begun = time.thread_time()
-    choice = Choice(0, AnswerParsing(OneLetter()), StopStrings(stops), 0)
+    choice = Choice(0, AnswerPlan(OneLetter()), StopStrings(stops), 0)
     for index in range(0, len(text), 4):
         choice.push(list(map(ord, text[index : index + 4])), (), 0)
     return time.thread_time() - begun
@@ -90,7 +90,7 @@ def test_many_long_stop_strings_cost_what_one_short_one_does():
 )
 def test_a_stop_string_that_ends_behind_min_tokens_is_found(min_tokens, said):
     """One that is complete before counts as text, whatever of it another may begin with."""
-    choice = Choice(0, AnswerParsing(OneLetter()), StopStrings(["ab", "ba"]), min_tokens)
+    choice = Choice(0, AnswerPlan(OneLetter()), StopStrings(["ab", "ba"]), min_tokens)
     choice.push(list(map(ord, "abbab")), (), LENGTH)
     message = choice.take()
     assert (message.text, message.matched_stop) == said
@@ -100,7 +100,7 @@ def test_a_stop_string_that_ends_behind_min_tokens_is_found(min_tokens, said):
 @pytest.mark.parametrize("ends, text", [(None, "ab"), (frozenset([ord("c")]), "ab"), (frozenset([7]), "abc")])
 def test_the_token_that_ends_a_choice_is_text_unless_it_is_a_stop_token(ends, text):
     """A constraint may be whole with a token of the text; without one nothing but a stop token stops a choice."""
-    choice = Choice(0, AnswerParsing(OneLetter()), None, 0, stop_token_ids=ends)
+    choice = Choice(0, AnswerPlan(OneLetter()), None, 0, stop_token_ids=ends)
     choice.push(list(map(ord, "abc")), (), STOP)
     message = choice.take()
     assert (message.text, message.finish_reason, len(message.token_ids)) == (text, STOP, 3)

@@ -162,9 +162,9 @@ async def test_what_cannot_be_kept_to_is_refused_by_name(cluster, capable, parse
 @pytest.mark.parametrize("tools", [(BAD_TOOL,), (BAD_TOOL, pb.Tool(name="b"))])
 async def test_what_is_refused_is_tried_again_where_a_tool_is_not_strict_alone(cluster, capable, monkeypatch, tools):
     async with cluster(tool_call_parser="hermes") as c:
-        reader, tried = c.pipeline.reader, []
-        parsing_of = reader.parsing_of
-        monkeypatch.setattr(reader, "parsing_of", lambda *args: tried.append(args[-1]) or parsing_of(*args))
+        planner, tried = c.pipeline.planner, []
+        plan_for = planner.plan_for
+        monkeypatch.setattr(planner, "plan_for", lambda *args: tried.append(args[-1]) or plan_for(*args))
         request = asked(*tools, tool_choice=pb.TOOL_CHOICE_REQUIRED)
         refusal = await expect_refusal(c.stub.Complete(request, timeout=patience(20)))
         assert refusal.fields == ("messages.tools[0].parameters",)

@@ -12,7 +12,7 @@ from gateway.parsers import answer_parser
 from gateway.parsers.answer_parser import Parsed
 from gateway.parsers.calls import CallPart
 from gateway.parsers.formats import FORMATS, format_named, format_of
-from gateway.parsers.reading import AnswerSource, Cut
+from gateway.parsers.reading import Cut, IncrementalText
 
 TOOLS = {"find": {"properties": {"n": {"type": "integer"}, "text": {"type": "string"}}}, "stop": {}}
 # What a text of the form is made of, in any order.
@@ -443,14 +443,14 @@ def test_what_goes_wrong_as_calls_is_read_again_up_to_a_bound(name, whole, parse
 
 
 def test_what_follows_is_not_copied_for_each_opener(monkeypatch):
-    whole, forget, num_copied = "[TOOL_CALLS]" * 8_000, AnswerSource.forget, []
+    whole, forget, num_copied = "[TOOL_CALLS]" * 8_000, IncrementalText.forget, []
 
     def counted(source):
         text = source.text
         forget(source)
         num_copied.append(0 if source.text is text else len(source.text))
 
-    monkeypatch.setattr(AnswerSource, "forget", counted)
+    monkeypatch.setattr(IncrementalText, "forget", counted)
     parser = format_named("mistral").parser({}, TOOLS, "")
     assert parser.push(whole + "{").content == whole + "{"
     assert sum(num_copied) < 2 * len(whole)

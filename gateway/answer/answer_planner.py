@@ -20,7 +20,7 @@ _FIRST = 0x10F000  # of a private plane: characters that stand for control token
 _NUM_LAST = 8  # tokens at the end of the prompt that may open the reasoning
 
 
-class AnswerParsing(NamedTuple):
+class AnswerPlan(NamedTuple):
     """How the answer of one request is read."""
 
     detokenizer: Detokenizer
@@ -32,7 +32,7 @@ class AnswerParsing(NamedTuple):
     keeps_space: bool = False  # a space before the first word stays: it continues a text, or a grammar requires it
 
 
-class AnswerReader:
+class AnswerPlanner:
     """Choose how answers of one model are read. It is used by the event loop only."""
 
     def __init__(self, tokenizer: Tokenizer, plain: Detokenizer, answer_format: AnswerFormat | None):
@@ -46,47 +46,38 @@ class AnswerReader:
         characters = dict(zip(self._control_ids.values(), self._spellings, strict=True))
         self._detokenizer = Detokenizer(tokenizer, characters)
 
-    def parsing_of(
+    def plan_for(
         self,
         conversation: Conversation | None,
         prompt_ids: Sequence[int],
         constraint: Constraint | None = None,
         kept: Collection[str] | None = None,
-    ) -> AnswerParsing:
+    ) -> AnswerPlan:
         """Return how an answer to this prompt is read; without a conversation it is plain text. Calls of tools that are
         not strict follow their schemas as far as possible: those in `kept`, or all if it is None. Raises InvalidRequest
         for what the model's format cannot do."""
         answer_format = self._format
         if conversation is None:
             keeps_space = constraint is not None or self._plain.has_text(prompt_ids)
-            return AnswerParsing(self._plain, constraint=constraint, keeps_space=keeps_space)
+            return AnswerPlan(self._plain, constraint=constraint, keeps_space=keeps_space)
         options = conversation.options
         keeps_space = constraint is not None or options.continues
         _check_format(answer_format, options)
         if answer_format is None:
-            return AnswerParsing(self._plain, constraint=constraint, keeps_space=keeps_space)
+            return AnswerPlan(self._plain, constraint=constraint, keeps_space=keeps_space)
         tools = {tool["name"]: tool["parameters"] for tool in options.tools if tool["name"] in options.callable_tools}
         prompt_end = b"".join(self._plain.shown(id_)[1] for id_ in prompt_ids[-_NUM_LAST:]).decode(errors="replace")
         if options.must_call and constraint is not None:
             raise InvalidRequest("constraint", "is of an answer that has to be calls")
         # An answer that continues a text has no grammar beside its constraint, and in harmony no calls.
         if not options.continues or (constraint is None and not answer_format.is_harmony):
-            bound = set(options.strict_tools)
-            if options.must_call or constraint is not None:
-                bound |= tools.keys() if kept is None else tools.keys() & kept
-            schemas = {
-                name: each if name in bound else None for name, each in tools.items() if answer_format.can_call(name)
-            }
-            _check_tools(options, [name for name, each in schemas.items() if each is not None])
-            loose = bound.difference(options.strict_tools)
-            schemas |= {name: _loosened(name, tools[name]) for name in loose & schemas.keys()}
-            asked = GrammarAsked(schemas, options.must_call, options.is_parallel, constraint, loose)
+            asked = _grammar_asked(answer_format, options, tools, constraint, kept)
             grammar = answer_grammar(answer_format, self._control_ids, prompt_end, asked)
             constraint = Constraint("grammar", grammar) if grammar else constraint
         ends_with_call = bool(tools) and not options.is_parallel
         new_parser = partial(answer_format.parser, self._spellings, tools, prompt_end, options.continues)
         streams = options.streams_arguments
-        return AnswerParsing(
+        return AnswerPlan(
             self._detokenizer, new_parser, ends_with_call, streams, constraint, self._spellings, keeps_space
         )
 
@@ -101,6 +92,25 @@ class AnswerReader:
         parameters = next(tool["parameters"] for tool in conversation.options.tools if tool["name"] == name)
         asked = GrammarAsked({name: _loosened(name, parameters)}, True, False, None, (name,))
         return Constraint("grammar", answer_grammar(self._format, self._control_ids, "", asked) or "")
+
+
+def _grammar_asked(
+    answer_format: AnswerFormat,
+    options: ChatOptions,
+    tools: Mapping[str, Mapping[str, Any]],
+    constraint: Constraint | None,
+    kept: Collection[str] | None,
+) -> GrammarAsked:
+    """Return what the grammar of an answer has to enforce. `tools`: schemas of those that may be called; `kept`: those
+    that are not strict and whose schemas are enforced, None: all. Raises InvalidRequest."""
+    bound = set(options.strict_tools)
+    if options.must_call or constraint is not None:
+        bound |= tools.keys() if kept is None else tools.keys() & kept
+    schemas = {name: each if name in bound else None for name, each in tools.items() if answer_format.can_call(name)}
+    _check_tools(options, [name for name, each in schemas.items() if each is not None])
+    loose = bound.difference(options.strict_tools)
+    schemas |= {name: _loosened(name, tools[name]) for name in loose & schemas.keys()}
+    return GrammarAsked(schemas, options.must_call, options.is_parallel, constraint, loose)
 
 
 def _check_format(answer_format: AnswerFormat | None, options: ChatOptions) -> None:

@@ -10,7 +10,7 @@ from tokenizers import Tokenizer as Tokens
 from baton.constraints.constraint import MAX_BYTES, Constraint, quoted
 from baton.service.errors import InvalidRequest
 from baton.v1 import inference_pb2 as pb
-from gateway.answer.answer_reader import AnswerReader
+from gateway.answer.answer_planner import AnswerPlanner
 from gateway.answer.choice import Choice
 from gateway.answer.stop_strings import StopStrings
 from gateway.parsers.formats import format_named
@@ -22,15 +22,15 @@ from tests.support.gateway.small_tokenizers import byte_level, sentencepiece
 MARKERS = ("<tool_call>", "</tool_call>", "<think>", "</think>")
 TOKENIZER_JSON = byte_level(unspecial=MARKERS)
 TOKENIZER, TOKENS = Tokenizer(TOKENIZER_JSON), Tokens.from_str(TOKENIZER_JSON.decode())
-READER = AnswerReader(TOKENIZER, Detokenizer(TOKENIZER), format_named("hermes"))
+PLANNER = AnswerPlanner(TOKENIZER, Detokenizer(TOKENIZER), format_named("hermes"))
 TOOLS = ({"name": "find", "description": "", "parameters": {}},)
 CONVERSATION = Conversation((ChatMessage("user", "x"),), ChatOptions(TOOLS, callable_tools=("find",)))
 CALL = '<tool_call>\n{"name": "find", "arguments": {"text": "Größe </tool_call> 東京 🙂"}}\n</tool_call>'
 IDS = TOKENS.encode(f"<think>\nI look for naïve 🙂.\n</think>\n\nOne moment.\n{CALL}\n{CALL}<|im_end|>").ids
 
 
-def parsing(prompt: str = "x", conversation=CONVERSATION):
-    return READER.parsing_of(conversation, TOKENS.encode(prompt).ids)
+def plan_of(prompt: str = "x", conversation=CONVERSATION):
+    return PLANNER.plan_for(conversation, TOKENS.encode(prompt).ids)
 
 
 def joined(messages: list[pb.GenerateResponse]) -> tuple:
@@ -45,13 +45,13 @@ def joined(messages: list[pb.GenerateResponse]) -> tuple:
 
 
 def streaming(**options):
-    """A parsing whose calls come in parts."""
+    """Return a plan by which calls come in parts."""
     options = CONVERSATION.options._replace(streams_arguments=True, **options)
-    return parsing(conversation=CONVERSATION._replace(options=options))
+    return plan_of(conversation=CONVERSATION._replace(options=options))
 
 
 def messages_of(sizes, num_received: int = 0, asked=None) -> list[pb.GenerateResponse]:
-    choice, messages, begin = Choice(0, asked or parsing(), None, 0, num_received, "r1"), [], 0
+    choice, messages, begin = Choice(0, asked or plan_of(), None, 0, num_received, "r1"), [], 0
     for size in (*sizes, len(IDS)):
         ids = IDS[begin : begin + size]
         if ids:
@@ -89,7 +89,7 @@ def test_arguments_come_as_they_are_written():
 @given(st.integers(1, len(IDS) - 1))
 def test_a_client_that_resumes_gets_the_rest(num_received):
     """As many tokens one by one, then a stream that is resumed behind them: nothing twice, nothing lost."""
-    for asked in (parsing(), streaming()):
+    for asked in (plan_of(), streaming()):
         before = messages_of([1] * len(IDS), asked=asked)[:num_received]
         assert joined(before + messages_of([], num_received, asked)) == WHOLE
 
@@ -111,9 +111,9 @@ def test_tokens_of_the_reasoning_are_counted(sizes, has_stops):
     stops = StopStrings(["moment."]) if has_stops else None
     num_before = len(TOKENS.encode("<think>\n").ids)
     num_counted = IDS.index(TOKENS.token_to_id("</think>")) - num_before
-    assert num_reasoning(parsing(), IDS, sizes, stops) == num_counted
+    assert num_reasoning(plan_of(), IDS, sizes, stops) == num_counted
     cut = IDS[: num_before + 4]
-    assert num_reasoning(parsing(), cut, sizes, stops, pb.FINISH_REASON_LENGTH) == 4
+    assert num_reasoning(plan_of(), cut, sizes, stops, pb.FINISH_REASON_LENGTH) == 4
 
 
 @settings(max_examples=60)
@@ -122,11 +122,11 @@ def test_tags_of_several_tokens_are_no_reasoning(sizes):
     """Where the tokenizer has none for them."""
     tokens = Tokens.from_str(byte_level().decode())
     plain = Tokenizer(byte_level())
-    reader = AnswerReader(plain, Detokenizer(plain), format_named("think"))
+    planner = AnswerPlanner(plain, Detokenizer(plain), format_named("think"))
     begin, thought, end = (tokens.encode(text).ids for text in ("<think>", "I look for 🙂 naïve words", "</think>"))
     ids = [*begin, *thought, *end, *tokens.encode("One moment.").ids]
     assert len(begin) > 1 and len(end) > 1
-    asked = reader.parsing_of(Conversation((ChatMessage("user", "x"),), ChatOptions()), [])
+    asked = planner.plan_for(Conversation((ChatMessage("user", "x"),), ChatOptions()), [])
     assert num_reasoning(asked, ids, sizes) == len(thought)
     nothing = [*begin, *tokens.encode("\n\n").ids, *end, *tokens.encode("One").ids]
     assert num_reasoning(asked, nothing, sizes) == 0
@@ -140,21 +140,21 @@ def test_all_messages_of_reasoning_are_counted(sizes):
     assert harmony is not None
     source = byte_level(unspecial=harmony.markers)
     tokenizer, tokens = Tokenizer(source), Tokens.from_str(source.decode())
-    reader = AnswerReader(tokenizer, Detokenizer(tokenizer), harmony)
+    planner = AnswerPlanner(tokenizer, Detokenizer(tokenizer), harmony)
     head, thoughts = "<|channel|>analysis<|message|>", ("So.", " They want words")
     answer = f"<|end|><|start|>assistant{head}".join(thoughts)
     ids = tokens.encode(f"{head}{answer}<|end|><|start|>assistant<|channel|>final<|message|>Yes.<|return|>").ids
-    asked = reader.parsing_of(Conversation((ChatMessage("user", "x"),), ChatOptions()), [])
+    asked = planner.plan_for(Conversation((ChatMessage("user", "x"),), ChatOptions()), [])
     assert num_reasoning(asked, ids, sizes) == sum(len(tokens.encode(thought).ids) for thought in thoughts)
 
 
 def test_plain_where_there_is_no_conversation():
-    assert joined(messages_of([], asked=parsing(conversation=None)))[0] == ""
-    assert "<tool_call>" in joined(messages_of([], asked=parsing(conversation=None)))[1]
+    assert joined(messages_of([], asked=plan_of(conversation=None)))[0] == ""
+    assert "<tool_call>" in joined(messages_of([], asked=plan_of(conversation=None)))[1]
 
 
 def test_the_prompt_may_begin_the_reasoning():
-    choice = Choice(0, parsing("x<think>\n"), None, 0)
+    choice = Choice(0, plan_of("x<think>\n"), None, 0)
     choice.push(TOKENS.encode("hm</think>ok<|im_end|>").ids, (), pb.FINISH_REASON_STOP)
     message = choice.take()
     assert (message.reasoning, message.text, message.finish_reason) == ("hm", "ok", pb.FINISH_REASON_STOP)
@@ -164,29 +164,29 @@ def test_schemas_that_take_long_to_walk_are_refused_before():
     options = ChatOptions(({"name": "find", "parameters": {"anyOf": [{}] * 40_000}},), callable_tools=("find",))
     conversation = CONVERSATION._replace(options=options._replace(must_call=True))
     with pytest.raises(InvalidRequest, match="^messages.tools: have parameters of 160011 bytes, at most 131072"):
-        parsing(conversation=conversation)
-    parsing(conversation=conversation._replace(options=options))  # where no grammar has them, they are not walked
+        plan_of(conversation=conversation)
+    plan_of(conversation=conversation._replace(options=options))  # where no grammar has them, they are not walked
 
 
 def test_arguments_that_must_be_none_are_refused():
     tools = ({"name": "find", "parameters": {}}, {"name": "stop", "parameters": {"type": ["array", "null"]}})
     options = ChatOptions(tools, callable_tools=("find", "stop"), must_call=True, strict_tools=("stop",))
     with pytest.raises(InvalidRequest, match=r"tools\[1\]\.parameters: /type: must be object"):
-        parsing(conversation=CONVERSATION._replace(options=options))
+        plan_of(conversation=CONVERSATION._replace(options=options))
 
 
 def test_a_schema_that_cannot_be_kept_to_is_an_error_of_a_strict_tool_alone():
     big = {"name": "big", "parameters": {"enum": ["x" * MAX_BYTES]}}
     tools = ({"name": "find", "parameters": {"minimun": 3, "type": "array"}}, big)
     options = ChatOptions(tools, callable_tools=("find",), must_call=True)
-    bound = parsing(conversation=CONVERSATION._replace(options=options)).constraint
+    bound = plan_of(conversation=CONVERSATION._replace(options=options)).constraint
     assert bound is not None and '"minimun": 3, "type": "object"' in bound.text
     with pytest.raises(InvalidRequest, match=r"tools\[0\]\.parameters: /minimun: is no keyword"):
-        parsing(conversation=CONVERSATION._replace(options=options._replace(strict_tools=("find",))))
+        plan_of(conversation=CONVERSATION._replace(options=options._replace(strict_tools=("find",))))
     both = CONVERSATION._replace(options=options._replace(callable_tools=("find", "big")))
     with pytest.raises(InvalidRequest, match="have parameters of"):
-        READER.parsing_of(both, [0])
-    free = READER.parsing_of(both, [0], kept=()).constraint
+        PLANNER.plan_for(both, [0])
+    free = PLANNER.plan_for(both, [0], kept=()).constraint
     assert free is not None and "minimun" not in free.text and free.text.count('%json {"type": "object"') == 4
 
 
@@ -197,9 +197,9 @@ def test_arguments_that_would_have_no_end_are_any_of_a_tool_that_is_not_strict(i
     options = ChatOptions(tools, callable_tools=("find",), must_call=True, strict_tools=("find",) * is_strict)
     conversation = CONVERSATION._replace(options=options)
     with pytest.raises(InvalidRequest, match="leads back to it"):
-        READER.parsing_of(conversation, [0])
+        PLANNER.plan_for(conversation, [0])
     if not is_strict:
-        free = READER.parsing_of(conversation, [0], kept=()).constraint
+        free = PLANNER.plan_for(conversation, [0], kept=()).constraint
         assert free is not None and "$ref" not in free.text
 
 
@@ -209,13 +209,13 @@ def test_calls_of_strict_tools_are_bound_alone():
         {"name": "stop", "parameters": {"type": "array"}},
     )  # the other's is not read
     options = ChatOptions(tools, callable_tools=("find", "stop"), strict_tools=("find",))
-    asked = parsing(conversation=CONVERSATION._replace(options=options))
+    asked = plan_of(conversation=CONVERSATION._replace(options=options))
     assert asked.constraint is not None and "find" in asked.constraint.text and "stop" in asked.constraint.text
     assert joined(messages_of([], asked=asked)) == WHOLE
-    assert parsing(conversation=CONVERSATION._replace(options=options._replace(strict_tools=()))).constraint is None
+    assert plan_of(conversation=CONVERSATION._replace(options=options._replace(strict_tools=()))).constraint is None
 
 
-PYTHONIC = AnswerReader(TOKENIZER, Detokenizer(TOKENIZER), format_named("pythonic"))
+PYTHONIC = AnswerPlanner(TOKENIZER, Detokenizer(TOKENIZER), format_named("pythonic"))
 NAMED = ({"name": "look", "parameters": {}}, {"name": "get-page", "parameters": {}})
 NO_NAME = r"^messages\.tools\[1\]\.name: cannot be called in .*\(pythonic\): 'get-page' is no name"
 
@@ -229,18 +229,18 @@ NO_NAME = r"^messages\.tools\[1\]\.name: cannot be called in .*\(pythonic\): 'ge
 )
 def test_a_tool_whose_name_calls_cannot_have_is_refused_where_it_is_needed(options):
     with pytest.raises(InvalidRequest, match=NO_NAME):
-        PYTHONIC.parsing_of(CONVERSATION._replace(options=ChatOptions(NAMED, **options)), [])
+        PYTHONIC.plan_for(CONVERSATION._replace(options=ChatOptions(NAMED, **options)), [])
 
 
 def test_a_tool_whose_name_calls_cannot_have_has_no_calls_where_others_do():
     options = ChatOptions(NAMED, callable_tools=("look", "get-page"), must_call=True)
     for kept in (None, ()):
-        bound = PYTHONIC.parsing_of(CONVERSATION._replace(options=options), [], kept=kept).constraint
+        bound = PYTHONIC.plan_for(CONVERSATION._replace(options=options), [], kept=kept).constraint
         assert bound is not None and quoted("look(") in bound.text and "get-page" not in bound.text
     constraint = Constraint("regex", "x")
     alone = ChatOptions(NAMED, callable_tools=("get-page",))
-    assert PYTHONIC.parsing_of(CONVERSATION._replace(options=alone), []).constraint is None
-    assert "page" not in PYTHONIC.parsing_of(CONVERSATION._replace(options=alone), [], constraint).constraint.text
+    assert PYTHONIC.plan_for(CONVERSATION._replace(options=alone), []).constraint is None
+    assert "page" not in PYTHONIC.plan_for(CONVERSATION._replace(options=alone), [], constraint).constraint.text
 
 
 def test_what_continues_a_message_of_gpt_oss_is_its_content():
@@ -249,11 +249,11 @@ def test_what_continues_a_message_of_gpt_oss_is_its_content():
     assert harmony is not None
     source = byte_level(unspecial=harmony.markers)
     tokenizer, tokens = Tokenizer(source), Tokens.from_str(source.decode())
-    reader = AnswerReader(tokenizer, Detokenizer(tokenizer), harmony)
+    planner = AnswerPlanner(tokenizer, Detokenizer(tokenizer), harmony)
     conversation = Conversation((ChatMessage("assistant", "The answer is"),), ChatOptions(continues=True))
     prompt_ids = tokens.encode("<|start|>assistant<|channel|>final<|message|>The answer is").ids
     answer_ids = tokens.encode(" 42.<|end|><|start|>assistant<|channel|>final<|message|> Yes.<|return|>").ids
-    choice, messages = Choice(0, reader.parsing_of(conversation, prompt_ids), None, 0), []
+    choice, messages = Choice(0, planner.plan_for(conversation, prompt_ids), None, 0), []
     for id_ in answer_ids:
         choice.push([id_], (), pb.FINISH_REASON_STOP if id_ == answer_ids[-1] else 0)
         messages.append(choice.take())
@@ -266,10 +266,10 @@ def test_what_continues_a_text_keeps_its_space(kind, continued):
     """Prompt and answer are the text of all tokens; an answer that begins one has no space in front."""
     tokenizer = Tokenizer(sentencepiece(kind))
     plain = Detokenizer(tokenizer)
-    reader, ids = AnswerReader(tokenizer, plain, None), tokenizer.encode_text("the fox the fox")
+    planner, ids = AnswerPlanner(tokenizer, plain, None), tokenizer.encode_text("the fox the fox")
 
     def text(conversation, num_prompt: int) -> str:
-        choice = Choice(0, reader.parsing_of(conversation, ids[:num_prompt]), None, 0)
+        choice = Choice(0, planner.plan_for(conversation, ids[:num_prompt]), None, 0)
         choice.push(ids[num_prompt:], (), pb.FINISH_REASON_LENGTH)
         return choice.take().text
 
@@ -282,15 +282,15 @@ def test_what_continues_a_text_keeps_its_space(kind, continued):
 def test_an_answer_that_is_bound_keeps_its_first_space(conversation):
     """A grammar knows of no space that is left out: of the choice " the" came "the"."""
     tokenizer = Tokenizer(sentencepiece("normalizer"))
-    reader, ids = AnswerReader(tokenizer, Detokenizer(tokenizer), None), tokenizer.encode_text("the")
+    planner, ids = AnswerPlanner(tokenizer, Detokenizer(tokenizer), None), tokenizer.encode_text("the")
     for constraint, text in ((Constraint("choice", '[" the"]'), " the"), (None, "the")):
-        choice = Choice(0, reader.parsing_of(conversation, ids[:1], constraint), None, 0)
+        choice = Choice(0, planner.plan_for(conversation, ids[:1], constraint), None, 0)
         choice.push(ids[1:], (), pb.FINISH_REASON_LENGTH)
         assert choice.take().text == text
 
 
 def test_a_call_that_is_cut_is_no_call():
-    choice = Choice(0, parsing(), None, 0)
+    choice = Choice(0, plan_of(), None, 0)
     choice.push(TOKENS.encode('wait<tool_call>{"name": "find"').ids, (), pb.FINISH_REASON_LENGTH)
     message = choice.take()
     assert (message.text, list(message.tool_calls), message.finish_reason) == ("wait", [], pb.FINISH_REASON_LENGTH)
@@ -300,7 +300,7 @@ def test_a_call_that_the_model_leaves_without_an_end_is_text():
     """One before a stop string is cut, as by `max_tokens`."""
     text = 'wait<tool_call>{"name": "find", "arguments": {"n": 1}'
     for stops, said in ((None, text), (StopStrings([": 1"]), "wait")):
-        choice = Choice(0, parsing(), stops, 0)
+        choice = Choice(0, plan_of(), stops, 0)
         choice.push(TOKENS.encode(f"{text}<|im_end|>").ids, (), pb.FINISH_REASON_STOP)
         message = choice.take()
         assert (message.text, list(message.tool_calls), message.finish_reason) == (said, [], pb.FINISH_REASON_STOP)
