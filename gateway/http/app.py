@@ -26,6 +26,7 @@ from gateway.api.request_handler import CallContext, RequestHandler
 from gateway.http.anthropic.answer import MessageWriter
 from gateway.http.anthropic.request import read_count_tokens, read_messages
 from gateway.http.call import HttpCall, ToError, WriteTimeout
+from gateway.http.fan_out import serve_all
 from gateway.http.fields.body import ParsedBody
 from gateway.http.fields.conversation import TOKENIZE_NAMES
 from gateway.http.openai.answers import ChatWriter, CompletionWriter
@@ -38,14 +39,13 @@ from gateway.http.openai.embeddings import (
 )
 from gateway.http.openai.requests import (
     DETOKENIZE_NAMES,
-    place_of_prompt,
+    field_of_prompt,
     read_chat,
     read_completion,
     read_detokenize,
     read_tokenize,
 )
 from gateway.http.openapi import document
-from gateway.http.prompts import serve_each
 from gateway.http.responses.answer import NUM_LEVELS, ResponseWriter
 from gateway.http.responses.request import read_input_tokens, read_response
 from gateway.http.wire.encoding import Json, to_bytes, to_bytes_in_turns
@@ -126,7 +126,7 @@ class HttpApi:
                 await asyncio.sleep(0)  # other calls wait for one vector at most: 4,096 numbers take 3 ms
             return objects
 
-        groups = await serve_each(embed, len(body.requests), 1, self._handler.with_deadline(context))
+        groups = await serve_all(embed, len(body.requests), 1, self._handler.with_deadline(context))
         objects = list(itertools.chain.from_iterable(groups))
         await call.reply_json(embeddings(objects, self._name(body.requests[0].model), usage))
 
@@ -233,7 +233,7 @@ class HttpApi:
             return response
 
         deadline = self._handler.with_deadline(context)
-        responses = await serve_each(complete, len(requests), num_at_once, deadline, place_of=place_of_prompt)
+        responses = await serve_all(complete, len(requests), num_at_once, deadline, field_of=field_of_prompt)
         await call.reply_json(await to_bytes_in_turns(writer.whole(responses)))
 
     def _num_at_once(self, body: ParsedBody) -> int:
@@ -270,7 +270,7 @@ class HttpApi:
             return self._handler.generate(_for_handler(requests, prompt), context, partial(emit, prompt))
 
         deadline = self._handler.with_deadline(context)
-        await serve_each(generate, len(requests), num_at_once, deadline, begun, place_of_prompt)
+        await serve_all(generate, len(requests), num_at_once, deadline, begun, field_of_prompt)
         data = writer.tail(usages)
         await call.end(data if isinstance(data, bytes) else await data)
 

@@ -191,7 +191,7 @@ class CompletionWriter(ChoicesWriter):
 
     def __init__(self, body: ParsedBody, model: str, tokens: TokenTexts):
         super().__init__(body, model, tokens)
-        self._places: dict[int, _TextPlace] = {}  # by choice
+        self._positions: dict[int, _TextPosition] = {}  # by choice
         self._continues = [bool(each.text) or tokens.has_text(each.token_ids.ids) for each in body.requests]
         self._has_logprobs, self._echoes = body.requests[0].sampling.HasField("logprobs"), body.requests[0].echo
         self._firsts: dict[int, pb.GenerateResponse] = {}  # by prompt: its first message, which has the prompt's data
@@ -256,20 +256,20 @@ class CompletionWriter(ChoicesWriter):
         """Return logprobs as iterators. `echoed` has the prompt, which comes first; its first token has no logprob."""
         if not logprobs and (echoed is None or not self._has_logprobs):
             return None
-        rows = list[tuple[_TextPlace, int, pb.Logprobs | None]]()
+        rows = list[tuple[_TextPosition, int, pb.Logprobs | None]]()
         if echoed is not None:
-            prompt = _TextPlace(self._tokens.decoder())
+            prompt = _TextPosition(self._tokens.decoder())
             rows.append((prompt, echoed.prompt.token_ids[0], None))
             rows += [(prompt, each.chosen.token_id, each) for each in echoed.prompt_logprobs]
-        if index not in self._places:
+        if index not in self._positions:
             decoder = self._tokens.decoder(self._continues[index // self._body.num_choices])
-            self._places[index] = _TextPlace(decoder, len(echoed.prompt.text) if echoed else 0)
-        rows += [(self._places[index], each.chosen.token_id, each) for each in logprobs]
+            self._positions[index] = _TextPosition(decoder, len(echoed.prompt.text) if echoed else 0)
+        rows += [(self._positions[index], each.chosen.token_id, each) for each in logprobs]
         return {
             "tokens": (self._tokens.shown(token_id)[0] for _, token_id, _ in rows),
             "token_logprobs": (each and logprob_in_json(each.chosen.logprob) for _, _, each in rows),
             "top_logprobs": (each and self._by_text(each) for _, _, each in rows),
-            "text_offset": (place.pass_token(token_id) for place, token_id, _ in rows),
+            "text_offset": (position.pass_token(token_id) for position, token_id, _ in rows),
         }
 
     def _by_text(self, logprobs: pb.Logprobs) -> Json:
@@ -286,7 +286,7 @@ def _clear_answer(part: pb.GenerateResponse | pb.Choice) -> None:
         part.finish_reason = pb.FINISH_REASON_LENGTH
 
 
-class _TextPlace:
+class _TextPosition:
     """The position of the next token in a text, in characters. It takes a decoder, since a special token has no text,
     several tokens may be one character, and the first may lose its space."""
 

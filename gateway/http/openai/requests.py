@@ -174,7 +174,7 @@ def id_of_prompt(request_id: str, index: int) -> str:
     return f"{request_id}-{index}"
 
 
-def place_of_prompt(prompt: int, error: InvalidRequest) -> str:
+def field_of_prompt(prompt: int, error: InvalidRequest) -> str:
     """Return the field of an error with one of several prompts: "prompt[N]" for the prompt itself or its length; a
     field that all prompts share keeps its name."""
     field = error.field or ""

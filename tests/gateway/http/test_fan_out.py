@@ -11,7 +11,7 @@ from baton.v1 import inference_pb2 as pb
 from gateway.api.owned_request import OwnedRequest
 from gateway.api.request_handler import CallContext, RequestHandler
 from gateway.http import app
-from gateway.http.prompts import serve_each
+from gateway.http.fan_out import serve_all
 from tests.support.pace import patience
 
 PROMPT = list(range(20, 90))
@@ -108,7 +108,7 @@ async def test_a_refusal_that_is_told_late_ends_no_call_whose_others_were_served
         num_running -= 1
         return prompt
 
-    assert await serve_each(serve, 4, 2, CallContext()) == [0, 1, 2, 3]
+    assert await serve_all(serve, 4, 2, CallContext()) == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -189,7 +189,7 @@ async def test_a_quota_is_not_waited_for_before_a_prompt_is_served():
         raise Overloaded("no tokens", patience(600), reason="TENANT_TOKENS")
 
     with pytest.raises(Overloaded, match="no tokens"):
-        await serve_each(serve, 8, 4, CallContext(patience(3600)))
+        await serve_all(serve, 8, 4, CallContext(patience(3600)))
     assert len(calls) < 8
 
 
@@ -212,7 +212,7 @@ async def test_after_a_burst_of_refusals_as_many_prompts_run_as_before():
         finally:
             num_running -= 1
 
-    assert await serve_each(serve, 64, 4, CallContext()) == list(range(64))
+    assert await serve_all(serve, 64, 4, CallContext()) == list(range(64))
     assert seen[0] == 1 and max(seen) == seen[-20] == 4
 
 

@@ -13,22 +13,22 @@ from gateway.request.prompt_batch import in_place
 T = TypeVar("T")
 
 
-async def serve_each(
+async def serve_all(
     serve: Callable[[int, CallContext], Awaitable[T]],
     num_prompts: int,
     most_at_once: int,
     context: CallContext,
     begun: Collection[int] = (),
-    place_of: Callable[[int, InvalidRequest], str] = lambda _, error: error.field or "",
+    field_of: Callable[[int, InvalidRequest], str] = lambda _, error: error.field or "",
 ) -> list[T]:
     """Serve the prompts of a call and return the results in order. A prompt that is refused while others run is retried
     with fewer at a time; once some were served, an exhausted quota of tokens is waited for, within the deadline of
     `context`. A prompt whose answer has `begun` is not retried. Raises the first failure, and cancels the others.
-    `place_of(prompt, error)`: the client's name for the field of an error with one of several prompts."""
+    `field_of(prompt, error)`: the client's name for the field of an error with one of several prompts."""
     if num_prompts == 1:
         return [await serve(0, context)]
-    turns = _Turns(serve, most_at_once, context, begun, place_of)
-    tasks = [asyncio.ensure_future(turns.serve_in_turn(prompt)) for prompt in range(num_prompts)]
+    limit = _ConcurrencyLimit(serve, most_at_once, context, begun, field_of)
+    tasks = [asyncio.ensure_future(limit.serve_in_turn(prompt)) for prompt in range(num_prompts)]
     try:
         return list(await asyncio.gather(*tasks))
     finally:
@@ -37,7 +37,7 @@ async def serve_each(
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-class _Turns(Generic[T]):
+class _ConcurrencyLimit(Generic[T]):
     """Limit how many prompts of a call run at once: fewer after a refusal, one more after each prompt that is served
     without a refusal."""
 
@@ -47,10 +47,10 @@ class _Turns(Generic[T]):
         most_at_once: int,
         context: CallContext,
         begun: Collection[int],
-        place_of: Callable[[int, InvalidRequest], str],
+        field_of: Callable[[int, InvalidRequest], str],
     ):
         self._serve, self._context, self._begun, self._begun_at = serve, context, begun, now()
-        self._place_of = place_of
+        self._field_of = field_of
         self._most_at_once = self._num_at_once = most_at_once
         self._num_running = self._num_ended = 0
         self._is_any_served, self._changed = False, asyncio.Condition()
@@ -71,7 +71,7 @@ class _Turns(Generic[T]):
                     raise
                 self._num_at_once = max(1, self._num_running - 1)
             except InvalidRequest as error:
-                raise in_place(error, self._place_of(prompt, error)) from None
+                raise in_place(error, self._field_of(prompt, error)) from None
             finally:
                 self._num_running -= 1
                 self._num_ended += 1
