@@ -2,8 +2,10 @@
 explodes harms no gateway.
 
 Input: a frame with the size of the vocabulary and the tokenizer.json, then a frame for each constraint. Output: a frame
-for each, ["", ""] or what is wrong as [place, reason]. A frame is its length in 8 bytes, then its bytes. The process
-ends with its input; the kernel ends it when a constraint exceeds its CPU time or memory."""
+for each frame of the input, with ["", ""] or with the problem as [path, reason]. A frame is a length in 8 bytes,
+followed by as many bytes. The process ends when its input ends; the kernel kills it when a constraint takes more
+processor time or memory than is allowed.
+"""
 
 import json
 import os
@@ -46,7 +48,7 @@ def main() -> int:
             walk(vocabulary.compile(Constraint(*json.loads(frame))))
             problem = "", ""
         except BadConstraint as error:
-            problem = error.place, error.reason
+            problem = error.path, error.reason
         except MemoryError:
             problem = "", "takes too much memory"
         signal.setitimer(signal.ITIMER_PROF, 0)
@@ -81,8 +83,8 @@ def _read_frame() -> bytes | None:
     return stream.read(int.from_bytes(head, "little"))
 
 
-def _answer(place: str, reason: str) -> None:
-    write_frame(sys.stdout.buffer, json.dumps([place, reason]).encode())
+def _answer(path: str, reason: str) -> None:
+    write_frame(sys.stdout.buffer, json.dumps([path, reason]).encode())
 
 
 if __name__ == "__main__":

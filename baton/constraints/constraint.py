@@ -21,11 +21,12 @@ _NO_OPTIONS = "%llguidance {}"  # how guidance begins each grammar
 
 
 class BadConstraint(ValueError):
-    """A constraint that cannot be kept. `place`: where in it, "" for all of it; the message completes a sentence."""
+    """A constraint that cannot be enforced. `path`: the part of it that is wrong, "" for the whole; `reason`: the end
+    of a sentence whose subject is that part."""
 
-    def __init__(self, place: str, reason: str):
-        super().__init__(f"{place}: {reason}" if place else reason)
-        self.place, self.reason = place, reason
+    def __init__(self, path: str, reason: str):
+        super().__init__(f"{path}: {reason}" if path else reason)
+        self.path, self.reason = path, reason
 
 
 class Constraint(NamedTuple):

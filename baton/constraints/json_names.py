@@ -55,7 +55,7 @@ def is_plain(name: str) -> bool:
 
 
 def check_counts(schema: Mapping[str, Any]) -> tuple[str, str] | None:
-    """Return the problem with a bound on the number of properties, as (place, reason), or None."""
+    """Return the problem with a bound on the number of properties, as (path, reason), or None."""
     least, required = schema.get("minProperties"), schema.get("required")
     if not isinstance(least, int) or (
         schema.get("additionalProperties") is False and not schema.get("patternProperties")
@@ -65,13 +65,13 @@ def check_counts(schema: Mapping[str, Any]) -> tuple[str, str] | None:
 
 
 def check_texts(schema: Mapping[str, Any]) -> tuple[str, str] | None:
-    """Return the text of a const, enum or pattern that needs `\\u` to be written, as (place, reason), or None."""
+    """Return the text of a const, enum or pattern that needs `\\u` to be written, as (path, reason), or None."""
     if isinstance(pattern := schema.get("pattern"), str) and asks_for_controls(pattern):
         return "/pattern", _NOT_WRITTEN
     for keyword in ("const", "enum"):
-        for place, value in values_in(f"/{keyword}", schema.get(keyword)):
+        for path, value in values_in(f"/{keyword}", schema.get(keyword)):
             if isinstance(value, str) and _NEED_U.search(value):
-                return place, _NOT_WRITTEN
+                return path, _NOT_WRITTEN
     return None
 
 

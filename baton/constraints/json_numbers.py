@@ -17,18 +17,17 @@ _NOT_OUTSIDE = "would not keep out the bound itself, as the other has the same w
 
 
 def check_numbers(schema: Mapping[str, Any]) -> tuple[str, str] | None:
-    """Return what is wrong with the numbers of a schema, without those in its subschemas, as (place, reason), or
-    None."""
+    """Return the problem with the numbers of a schema, apart from its inner schemas, as (path, reason), or None."""
     for keyword, value in schema.items():
         if keyword in _STEPS or keyword in ("const", "enum"):
-            for place, number in values_in(f"/{keyword}", value):
+            for path, number in values_in(f"/{keyword}", value):
                 if not _is_number(number) or abs(number) == math.inf:
                     continue
                 if abs(number) >= 2**53:
                     if (found := _as_kept(keyword, int(number))) != number:
-                        return place, _NOT_EXACT.format(found)
+                        return path, _NOT_EXACT.format(found)
                 elif keyword not in _STEPS and (found := _as_read(number)) != number:
-                    return place, _NOT_READ.format(found)
+                    return path, _NOT_READ.format(found)
     return _check_open_bounds(schema)
 
 
@@ -53,17 +52,17 @@ def with_multiples(schema: Mapping[str, Any]) -> dict[str, Any]:
     return kept
 
 
-def values_in(place: str, value: object) -> Iterator[tuple[str, object]]:
-    """Yield the scalar values in a JSON value, with their places."""
-    waiting = [(place, value)]
+def values_in(path: str, value: object) -> Iterator[tuple[str, object]]:
+    """Yield the scalars within a value of JSON, with their paths."""
+    waiting = [(path, value)]
     while waiting:
-        place, found = waiting.pop()
+        path, found = waiting.pop()
         if isinstance(found, dict):
-            waiting += [(f"{place}/{name[:40]}", each) for name, each in found.items()]
+            waiting += [(f"{path}/{name[:40]}", each) for name, each in found.items()]
         elif isinstance(found, list):
-            waiting += [(f"{place}/{index}", each) for index, each in enumerate(found)]
+            waiting += [(f"{path}/{index}", each) for index, each in enumerate(found)]
         else:
-            yield place, found
+            yield path, found
 
 
 def _is_number(value: object) -> TypeGuard[float]:
@@ -111,9 +110,9 @@ def _clamped(number: int) -> int:
 
 
 def _check_open_bounds(schema: Mapping[str, Any]) -> tuple[str, str] | None:
-    """Check exclusive bounds. The library writes a number as its whole part and its digits, and may omit the digits
-    next to a bound that has none."""
-    if _STEPS.keys().isdisjoint(schema):  # as most, of which there may be very many
+    """Return the exclusive bound that the library would not exclude, as (path, reason), or None. It splits a number
+    into its whole part and its other digits, and lets the latter be omitted after a bound that has none."""
+    if _STEPS.keys().isdisjoint(schema):  # a short cut for most schemas, as there may be very many
         return None
     low, is_low_open = _bound(schema, "minimum", "exclusiveMinimum", max)
     high, is_high_open = _bound(schema, "maximum", "exclusiveMaximum", min)

@@ -11,7 +11,7 @@ _ENDLESS = "no text keeps to it: what it needs leads back to it"
 
 
 def check_references(root: Any, references: Iterable[str]) -> tuple[str, str] | None:
-    """Return which of these references requires itself, as (place, reason), or None."""
+    """Return a reference that requires itself, as (path, reason), or None."""
     targets = {reference: referred_to(root, reference) for reference in sorted(set(references))}
     graph = dict[int, set[int]]()  # by identity: there may be very many spellings of a reference
     for target in targets.values():

@@ -55,18 +55,18 @@ _BETWEEN = ("const", "enum", "allOf", "anyOf", "oneOf", "$ref")
 
 
 def check_schema(schema: object) -> tuple[str, str] | None:
-    """Return what is wrong with the keywords and values of a schema, as (place, reason), or None."""
+    """Return the problem with the keywords of a schema or their values, as (path, reason), or None."""
     problem = _problem(schema)
     return problem and ("".join(map(_shown, problem[0])), problem[1])
 
 
 def _problem(schema: object) -> tuple[str, str] | None:
     escaped, references = None, list[str]()
-    for place, found in schemas_in(schema):
+    for path, found in schemas_in(schema):
         if not isinstance(found, dict):
-            return place, f"is {type(found).__name__}, not a schema: an object, true or false"
+            return path, f"is {type(found).__name__}, not a schema: an object, true or false"
         for keyword, value in found.items():
-            where = f"{place}/{keyword[:40]}"
+            where = f"{path}/{keyword[:40]}"
             if keyword not in KEYWORDS:
                 return where, "is no keyword of JSON Schema that is known here"
             if keyword == "enum" and not isinstance(value, list):
@@ -74,21 +74,21 @@ def _problem(schema: object) -> tuple[str, str] | None:
             if keyword == "prefixItems" and isinstance(found.get("items"), list):
                 return where, "stands beside a list of items, which says the same: give one of them"
         if problem := check_numbers(found) or check_counts(found):
-            return place + problem[0], problem[1]
+            return path + problem[0], problem[1]
         if isinstance(reference := found.get("$ref"), str):
             references.append(reference)
         if not escaped and (problem := check_texts(found)):
-            escaped = place + problem[0], problem[1]
+            escaped = path + problem[0], problem[1]
     if escaped and has_mixed_names(schema, may_rewrite_names(schema)):
         return escaped
     return check_references(schema, references)
 
 
 def check_support(schema: object) -> tuple[str, str] | None:
-    """Return which keyword of a checked schema the library does not support, as (place, reason), or None."""
-    for place, found in schemas_in(schema):
+    """Return the keyword of a checked schema that the library does not enforce, as (path, reason), or None."""
+    for path, found in schemas_in(schema):
         for keyword, value in found.items():
-            where = "".join(map(_shown, f"{place}/{keyword}"))
+            where = "".join(map(_shown, f"{path}/{keyword}"))
             if keyword == "pattern" and has_look_around(value) and not _says_nothing(keyword, found):
                 return where, "look-around is not supported"
             is_kept = _says_nothing(keyword, found) or (keyword == "propertyNames" and _are_listed(found, schema))
@@ -128,15 +128,15 @@ def _with_listed_names(schema: Any, root: Any) -> Any:
 
 
 def schemas_in(schema: object) -> Iterator[tuple[str, Any]]:
-    """Yield a schema and its subschemas with their places, except true and false."""
+    """Yield a schema and its inner ones, with their paths, except true and false."""
     waiting = [("", schema)]
     while waiting:
-        place, found = waiting.pop()
+        path, found = waiting.pop()
         if not isinstance(found, bool):
-            yield place, found
+            yield path, found
         if isinstance(found, dict):
             for keyword, value in found.items():
-                waiting += _inner(KEYWORDS.get(keyword, _NOTHING), f"{place}/{keyword[:40]}", value)
+                waiting += _inner(KEYWORDS.get(keyword, _NOTHING), f"{path}/{keyword[:40]}", value)
 
 
 def _shown(character: str) -> str:
@@ -168,7 +168,7 @@ def with_inner(keyword: str, value: Any, change: Callable[[Any], Any]) -> Any:
 def part_alone(part: Any, root: Mapping[str, Any], count: Callable[[int], None]) -> dict[str, Any]:
     """Return a schema within the root as one of its own, with the targets of its references as definitions. `count` is
     called with the number of characters of each part and may raise, as nested targets are written twice."""
-    definitions, places, waiting = dict[str, Any](), dict[int, str](), list[Any]()
+    definitions, names, waiting = dict[str, Any](), dict[int, str](), list[Any]()
 
     def placed(schema: Any) -> Any:
         if not isinstance(schema, dict):
@@ -178,17 +178,17 @@ def part_alone(part: Any, root: Mapping[str, Any], count: Callable[[int], None])
         kept = {keyword: with_inner(keyword, value, placed) for keyword, value in kept.items()}
         reference = schema.get("$ref")
         if isinstance(reference, str) and (target := referred_to(root, reference)) is not None:
-            if id(target) not in places:
-                places[id(target)] = str(len(places))
+            if id(target) not in names:
+                names[id(target)] = str(len(names))
                 waiting.append(target)
-            kept["$ref"] = f"#/$defs/{places[id(target)]}"
+            kept["$ref"] = f"#/$defs/{names[id(target)]}"
         return kept
 
     alone = placed(part) if isinstance(part, dict) else {}
     count(len(json.dumps(alone)))
     while waiting:
         target = waiting.pop()
-        definitions[places[id(target)]] = found = placed(target)
+        definitions[names[id(target)]] = found = placed(target)
         count(len(json.dumps(found)))
     return {**alone, "$defs": definitions} if definitions else alone
 
@@ -229,11 +229,11 @@ def _in_order(schema: Mapping[str, Any]) -> Iterable[str]:
     """Return the keywords of a schema, with those that belong together next to one another."""
     if schema.keys().isdisjoint(_BETWEEN):  # as most
         return schema
-    places = {keyword: place for place, keyword in enumerate(schema)}
+    positions = {keyword: position for position, keyword in enumerate(schema)}
     for group in _TOGETHER:
         present = [keyword for keyword in group if keyword in schema]
-        places.update((keyword, places[present[0]]) for keyword in present)
-    return sorted(schema, key=places.__getitem__)
+        positions.update((keyword, positions[present[0]]) for keyword in present)
+    return sorted(schema, key=positions.__getitem__)
 
 
 def _says_nothing(keyword: str, schema: Mapping[str, Any]) -> bool:

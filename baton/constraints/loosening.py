@@ -43,8 +43,8 @@ def _without(schema: Mapping[str, Any], check: Callable[[Mapping[str, Any]], tup
     """Return a schema without the keywords that `check` objects to, removed one after the other."""
     kept = dict(schema)
     while problem := check(kept):
-        place, _ = problem
-        del kept[place.split("/")[1]]
+        path, _ = problem
+        del kept[path.split("/")[1]]
     return kept
 
 

@@ -71,8 +71,8 @@ class _ErrorMapping:
         elif isinstance(error, grpc.aio.InternalError):  # the client has just disconnected: gRPC will cancel the call
             raise asyncio.CancelledError from None
         elif isinstance(error, Exception):
-            words = fields(trace_id=self._trace_id and f"{self._trace_id:032x}", error=type(error).__name__)
-            log.error("request failed %s", words, exc_info=error)
+            text = fields(trace_id=self._trace_id and f"{self._trace_id:032x}", error=type(error).__name__)
+            log.error("request failed %s", text, exc_info=error)
             raise Internal(f"the gateway failed: {type(error).__name__}") from error
 
 
@@ -306,7 +306,7 @@ class RequestHandler:
             request_id=resolve_request_id(given_id),
         )
 
-    def words_of_cut(self, record: RequestRecord) -> str:
+    def explain_deadline(self, record: RequestRecord) -> str:
         """Return what to add to the error when a deadline passed that the gateway set; "" if the client set it."""
         if not record.has_deadline:
             given_s = min(self._settings.default_timeout_s, self.max_timeout_s)
@@ -338,7 +338,7 @@ class _Recording(_ErrorMapping):
 
     async def __aexit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if isinstance(error, DeadlineExceeded):
-            error.message += self._handler.words_of_cut(self._record)
+            error.message += self._handler.explain_deadline(self._record)
         try:
             await super().__aexit__(kind, error, traceback)
         except BaseException as raised:

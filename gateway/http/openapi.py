@@ -227,8 +227,8 @@ def _operation(
     if streams:
         content["text/event-stream"] = {"schema": {"type": "string"}}
     failures = {
-        str(status): {"description": words, "content": {"application/json": {"schema": error}}}
-        for status, words in _STATUSES.items()
+        str(status): {"description": text, "content": {"application/json": {"schema": error}}}
+        for status, text in _STATUSES.items()
     }
     operation: Json = {"summary": summary, "responses": {"200": {"description": "The answer.", "content": content}}}
     operation["responses"] |= failures

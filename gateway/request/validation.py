@@ -307,7 +307,7 @@ def _constraint(request: pb.GenerateRequest) -> Constraint | None:
     try:
         return constraint_of(request.constraint)
     except BadConstraint as error:
-        raise InvalidRequest(f"constraint.{error.place}" if error.place else "constraint", error.reason) from None
+        raise InvalidRequest(f"constraint.{error.path}" if error.path else "constraint", error.reason) from None
 
 
 def _speculation(speculation: pb.Speculation, served: ServedModel) -> pb.Speculation:

@@ -63,7 +63,7 @@ class ConstraintChecks:
             grammar_of(constraint)  # raises what is wrong without compiling it
             problem = self._ask(constraint)
         except BadConstraint as error:
-            problem = error.place, error.reason
+            problem = error.path, error.reason
         with self._lock:
             self._known[_digest(constraint)] = problem
             while len(self._known) > _NUM_KEPT:

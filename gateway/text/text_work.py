@@ -126,7 +126,7 @@ class TextWork:
                 work = partial(self._constraints.check, constraint)
                 problem = await self._in_thread(work, tenant, deadline, self._checks)
         except BadConstraint as error:
-            problem = error.place, error.reason
+            problem = error.path, error.reason
         place, reason = problem
         if reason:
             raise InvalidRequest(field or f"constraint.{constraint.kind}", f"{place}: {reason}" if place else reason)

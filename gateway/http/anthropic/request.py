@@ -110,11 +110,11 @@ def _conversation(values: Mapping[str, Any], names: dict[str, str]) -> pb.Messag
     if system := read_content("system", values["system"]) if "system" in values else "":
         conversation.messages.add(role="system", content=system)
     for index, message in enumerate(given):
-        for each, words in _messages(f"messages[{index}]", message):
+        for each, own_names in _messages(f"messages[{index}]", message):
             if len(conversation.messages) >= MAX_MESSAGES:
                 raise InvalidRequest("messages", f"has over {MAX_MESSAGES} messages, of which each result is one")
             here = f"messages.messages[{len(conversation.messages)}]"
-            names |= {here + name: word for name, word in words.items()}
+            names |= {here + name: own for name, own in own_names.items()}
             conversation.messages.append(each)
     if given[-1]["role"] == "assistant":
         raise InvalidRequest(
@@ -175,9 +175,9 @@ def _messages(where: str, message: object) -> Iterator[tuple[pb.Message, dict[st
     message = read_object(where, message, ("role", "content"), keeps_empty_lists=True)
     if not isinstance(role := message.get("role"), str) or role not in _BLOCKS:
         raise InvalidRequest(f"{where}.role", f"must be one of {', '.join(_BLOCKS)}")
-    content, merged, words = message.get("content"), None, {"": where}
+    content, merged, names = message.get("content"), None, {"": where}
     if not isinstance(content, list) or not content:
-        yield pb.Message(role=role, content=read_content(f"{where}.content", content)), words
+        yield pb.Message(role=role, content=read_content(f"{where}.content", content)), names
         return
     for index, block in enumerate(content):
         here = f"{where}.content[{index}]"
@@ -186,17 +186,17 @@ def _messages(where: str, message: object) -> Iterator[tuple[pb.Message, dict[st
             continue
         if kind == "tool_result":
             if merged is not None:
-                yield merged.message(), words
+                yield merged.message(), names
                 merged = None
             yield _result(here, fields), {"": here, ".tool_call_id": f"{here}.tool_use_id"}
             continue
         merged = merged or _MergedBlocks(role)
         if kind == "tool_use":
             call = f".tool_calls[{len(merged.calls)}]"
-            words |= {call: here, f"{call}.arguments": f"{here}.input"}
+            names |= {call: here, f"{call}.arguments": f"{here}.input"}
         merged.add(here, kind, fields)
     if merged is not None:
-        yield merged.message(), words
+        yield merged.message(), names
 
 
 class _MergedBlocks:

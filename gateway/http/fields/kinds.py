@@ -8,9 +8,9 @@ from baton.v1 import inference_pb2 as pb
 
 
 class ValueKind(NamedTuple):
-    """A kind of values. `words`: its description; `read` returns the value, or raises ValueError or TypeError."""
+    """A kind of values. `read` returns the value, or raises ValueError or TypeError."""
 
-    words: str
+    description: str
     schema: dict[str, Any]
     read: Callable[[Any], Any]
 
@@ -95,13 +95,13 @@ def _notes(value: object) -> dict[str, str]:
     return {_string(name): _string(each) for name, each in value.items()}
 
 
-def _one_of(words: Sequence[str]) -> ValueKind:
+def _one_of(options: Sequence[str]) -> ValueKind:
     def read(value: object) -> str:
-        if value not in words:
+        if value not in options:
             raise ValueError
         return _string(value)
 
-    return ValueKind(f"one of {', '.join(words)}", {"enum": [*words]}, read)
+    return ValueKind(f"one of {', '.join(options)}", {"enum": [*options]}, read)
 
 
 def _thinking_type(value: object) -> bool:

@@ -26,7 +26,7 @@ def write(request: Any, field: Field, value: object) -> None:
     try:
         put(request, field.path, read_as(field.name, field.kind, value))
     except (TypeError, ValueError, OverflowError):
-        raise InvalidRequest(field.name, f"must be {field.kind.words}") from None
+        raise InvalidRequest(field.name, f"must be {field.kind.description}") from None
 
 
 def read_as(where: str, kind: ValueKind, value: object) -> Any:
@@ -34,7 +34,7 @@ def read_as(where: str, kind: ValueKind, value: object) -> Any:
     try:
         return kind.read(value)
     except (TypeError, ValueError, OverflowError, RecursionError):
-        raise InvalidRequest(where, f"must be {kind.words}") from None
+        raise InvalidRequest(where, f"must be {kind.description}") from None
 
 
 def check_length(where: str, value: object, most: int) -> None:

@@ -36,7 +36,7 @@ def read_input(values: Mapping[str, Any], conversation: pb.Messages, names: dict
         where = f"input[{index}]"
         if not isinstance(item, dict):
             raise InvalidRequest(where, "must be an object with role and content")
-        reader.take(where, without_nulls(item))
+        reader.add(where, without_nulls(item))
     reader.end()
 
 
@@ -47,16 +47,16 @@ class _InputReader:
         self._messages, self._names, self._num_before = messages, names, len(messages)
         self._thoughts = list[str]()  # reasoning of an answer whose other items have not come
 
-    def take(self, where: str, item: Mapping[str, Any]) -> None:
+    def add(self, where: str, item: Mapping[str, Any]) -> None:
         """Read the next item. Raises InvalidRequest."""
         kind = item.get("type", "message")
         if kind == "reasoning":
             if thought := read_content(f"{where}.content", item.get("content") or "", ("reasoning_text",)):
                 self._thoughts.append(thought)
         elif kind == "function_call":
-            self._take_call(where, item)
+            self._add_call(where, item)
         else:
-            self._add(where, _item_message(where, kind, item))
+            self._add_message(where, _item_message(where, kind, item))
 
     def end(self) -> None:
         """End the input. Raises InvalidRequest if it has no message."""
@@ -64,16 +64,16 @@ class _InputReader:
             raise InvalidRequest("input", "has no message")
         self._add_thoughts()
 
-    def _take_call(self, where: str, item: Mapping[str, Any]) -> None:
+    def _add_call(self, where: str, item: Mapping[str, Any]) -> None:
         is_begun = len(self._messages) > self._num_before and self._messages[-1].role == "assistant"
         if self._thoughts or not is_begun:
-            self._add(where, pb.Message(role="assistant"))
+            self._add_message(where, pb.Message(role="assistant"))
         calls = self._messages[-1].tool_calls
         here = f"messages.messages[{len(self._messages) - 1}].tool_calls[{len(calls)}]"
         calls.append(_item_call(where, item))
         self._names |= {here: where, f"{here}.id": f"{where}.call_id"}
 
-    def _add(self, where: str, message: pb.Message) -> None:
+    def _add_message(self, where: str, message: pb.Message) -> None:
         if message.role == "assistant":
             message.reasoning = "\n".join(self._thoughts)
             self._thoughts.clear()

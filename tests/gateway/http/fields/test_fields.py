@@ -101,7 +101,7 @@ def leaves(message, before: str = "") -> set[str]:
 @pytest.mark.parametrize("door, row", ROWS, ids=lambda each: each.name if isinstance(each, Field) else each)
 def test_each_field_lands_in_its_own_and_is_told_by_its_own_word(door, row):
     read, body = READERS[door]
-    given, wanted = VALUES[row.kind.words]
+    given, wanted = VALUES[row.kind.description]
     body = {name: value for name, value in body.items() if name != row.name}
     asked, plain = read({**body, row.name: given}), read({**body, **REQUIRED.get((door, row.name), {})})
     found = at(asked.requests[0], row.path)
@@ -124,11 +124,11 @@ def leaves_of(asked) -> set[str]:
 @pytest.mark.parametrize("wrong", [{"a": 1}, [None], "\ud800", -(1 << 70)], ids=str)
 def test_a_value_of_another_form_names_its_field(door, row, wrong):
     read, body = READERS[door]
-    if row.kind.words == "a number" and isinstance(wrong, int):
+    if row.kind.description == "a number" and isinstance(wrong, int):
         wrong = True  # no number; each other one is for the field's own range to refuse
     with pytest.raises(InvalidRequest) as caught:
         read({**body, row.name: wrong})
-    assert caught.value.field == row.name and row.kind.words in caught.value.message
+    assert caught.value.field == row.name and row.kind.description in caught.value.message
 
 
 @pytest.mark.parametrize(
@@ -365,7 +365,7 @@ def test_what_is_echoed_has_logprobs_where_the_answer_has_them():
 
 @pytest.mark.parametrize("row", EMBEDDING, ids=lambda row: row.name)
 def test_each_field_of_an_embedding_lands_in_its_own(row):
-    given, wanted = VALUES[row.kind.words]
+    given, wanted = VALUES[row.kind.description]
     asked, plain = read_embeddings({"input": "hi", row.name: given}), read_embeddings({"input": "hi"})
     assert at(asked.requests[0], row.path) == wanted and rename(row.path, asked.names[0]) == row.name
     del plain.requests[0].inputs[:]
@@ -374,7 +374,7 @@ def test_each_field_of_an_embedding_lands_in_its_own(row):
     for wrong in ({"a": 1}, [None], "\ud800"):
         with pytest.raises(InvalidRequest) as caught:
             read_embeddings({"input": "hi", row.name: wrong})
-        assert caught.value.field == row.name and row.kind.words in caught.value.message
+        assert caught.value.field == row.name and row.kind.description in caught.value.message
 
 
 def test_inputs_of_an_embedding_of_every_form():
@@ -396,7 +396,7 @@ def test_texts_beyond_one_request_are_in_others_with_ids_of_their_own():
 
 @pytest.mark.parametrize("row", RERANK, ids=lambda row: row.name)
 def test_each_field_of_a_rerank_lands_in_its_own(row):
-    given, wanted = VALUES[row.kind.words]
+    given, wanted = VALUES[row.kind.description]
     body = {"documents": ["a", "b"]}
     asked, plain = read_rerank({**body, row.name: given}), read_rerank(body)
     assert at(asked.request, row.path) == wanted and rename(row.path, asked.names) == row.name
