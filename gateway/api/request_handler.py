@@ -137,7 +137,7 @@ class RequestHandler:
             deadline = self._opened(call, record)
             del call  # no longer needed, so not kept while the answer is written
             request = owned.take()
-            with self._using(request.model, record) as version:
+            with self._using(request.model, record.tenant, record) as version:
                 model = version.seen_by(record.tenant)
                 max_priority = self._max_priority(record.tenant)
                 record.validated = validate(request, model, record.tenant, max_priority, record.request_id)
@@ -149,8 +149,8 @@ class RequestHandler:
         record = self._record("embeddings", call, request.request_id)
         async with _Recording(self, record):
             deadline = self._opened(call, record)
-            with self._using(request.model, record) as version:
-                batch = self._embed_batch(request, version, record.request_id)
+            with self._using(request.model, record.tenant, record) as version:
+                batch = self._embed_batch(request, version, record.tenant, record.request_id)
                 vectors = await version.pooling.pool_prompts(batch, version.seen_by(record.tenant), deadline, record)
             return pb.EmbedResponse(
                 embeddings=[pb.Embedding(values=each) for each in vectors],
@@ -161,8 +161,9 @@ class RequestHandler:
     def check_embed(self, request: pb.EmbedRequest) -> int:
         """Check a request without serving it, and return how many numbers a vector will have, 0 if no worker has
         connected yet. Raises InvalidRequest, NotFound, Unavailable, as `embed` would."""
-        version = self._catalog.find(request.model, guard.tenant())
-        self._embed_batch(request, version, resolve_request_id(request.request_id))
+        tenant = guard.tenant()
+        version = self._catalog.find(request.model, tenant)
+        self._embed_batch(request, version, tenant, resolve_request_id(request.request_id))
         return request.dimensions or _hidden_size(version)
 
     async def score(self, request: pb.ScoreRequest, call: CallContext) -> pb.ScoreResponse:
@@ -170,7 +171,7 @@ class RequestHandler:
         record = self._record("rerank", call, request.request_id)
         async with _Recording(self, record):
             deadline = self._opened(call, record)
-            with self._using(request.model, record) as version:
+            with self._using(request.model, record.tenant, record) as version:
                 model, label_ids = version.seen_by(record.tenant), version.pipeline.text.label_ids(LABELS)
                 max_priority = self._max_priority(record.tenant)
                 batch = check_score(request, model, label_ids, record.tenant, max_priority, record.request_id)
@@ -227,7 +228,7 @@ class RequestHandler:
         async with _ErrorMapping(self.pace_refusal):
             check_size(request)
             tenant = guard.tenant()
-            with self._using(request.model) as version:
+            with self._using(request.model, tenant) as version:
                 model = version.seen_by(tenant)
                 check_model(request.model, model)
                 until = self._deadline(call, now())
@@ -238,7 +239,7 @@ class RequestHandler:
         async with _ErrorMapping(self.pace_refusal):
             check_detokenize(request)
             tenant = guard.tenant()
-            with self._using(request.model) as version:
+            with self._using(request.model, tenant) as version:
                 model = version.seen_by(tenant)
                 check_model(request.model, model)
                 until = self._deadline(call, now())
@@ -251,11 +252,13 @@ class RequestHandler:
     async def model_info(self, request: pb.GetModelInfoRequest) -> pb.GetModelInfoResponse:
         """Return the description of one model. Raises BatonError."""
         async with _ErrorMapping(self.pace_refusal):
-            version = self._catalog.find(request.model, guard.tenant())
-            adapter = check_model(request.model, version.seen_by(guard.tenant()))
+            tenant = guard.tenant()
+            version = self._catalog.find(request.model, tenant)
+            model = version.seen_by(tenant)
+            adapter = check_model(request.model, model)
             if version.fleet.card is None:
                 raise NoWorker(f"no worker serves {version.name}")
-            found = _described(version)
+            found = _described(version, model)
             if adapter:
                 found.name = request.model
             return found
@@ -263,20 +266,21 @@ class RequestHandler:
     async def models(self) -> pb.ListModelsResponse:
         """Return the descriptions of all models. Raises NoWorker if none has a worker."""
         async with _ErrorMapping(self.pace_refusal):
-            versions = self._catalog.current
+            tenant, versions = guard.tenant(), self._catalog.current
             if all(version.fleet.card is None for version in versions):
                 raise NoWorker("no worker serves")
-            return pb.ListModelsResponse(models=map(_described, versions))
+            return pb.ListModelsResponse(models=[_described(each, each.seen_by(tenant)) for each in versions])
 
-    def _embed_batch(self, request: pb.EmbedRequest, version: ModelVersion, request_id: str) -> PromptBatch:
-        tenant = guard.tenant()
+    def _embed_batch(
+        self, request: pb.EmbedRequest, version: ModelVersion, tenant: str, request_id: str
+    ) -> PromptBatch:
         model, max_priority = version.seen_by(tenant), self._max_priority(tenant)
         return check_embed(request, model, _hidden_size(version), tenant, max_priority, request_id)
 
-    def _using(self, asked: str, record: RequestRecord | None = None) -> VersionUse:
+    def _using(self, asked: str, tenant: str, record: RequestRecord | None = None) -> VersionUse:
         """Return a context manager that keeps the named version of a model in use. Raises NotFound, InvalidRequest,
         Unavailable."""
-        version = self._catalog.find(asked, guard.tenant())
+        version = self._catalog.find(asked, tenant)
         if record is not None:
             record.model = version.name
         return self._catalog.using(version)
@@ -365,9 +369,9 @@ def _hidden_size(version: ModelVersion) -> int:
     return 0 if version.fleet.card is None else version.fleet.card.hidden_size
 
 
-def _described(version: ModelVersion) -> pb.GetModelInfoResponse:
+def _described(version: ModelVersion, model: ServedModel) -> pb.GetModelInfoResponse:
     """Return the description of a model; without workers the fields that they would tell stay empty."""
-    model, card = version.seen_by(guard.tenant()), version.fleet.card or worker_pb2.ModelCard()
+    card = version.fleet.card or worker_pb2.ModelCard()
     return pb.GetModelInfoResponse(
         name=model.name,
         family=card.family,
