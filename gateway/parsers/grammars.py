@@ -187,9 +187,8 @@ def tagged_calls(writer: GrammarWriter, tools: Tools, is_parallel: bool) -> str:
     return repeated(call, writer.text("\n"), is_parallel)
 
 
-_OPEN, _CLOSE, _PARAMETER, _PARAMETER_END = (
-    "<tool_call>\n", "</function>\n</tool_call>", "<parameter={}>\n", "\n</parameter>\n",
-)  # fmt: skip
+_OPEN, _CLOSE = "<tool_call>\n", "</function>\n</tool_call>"
+_PARAMETER, _PARAMETER_END = "<parameter={}>\n", "\n</parameter>\n"
 _LINES, _KEY = "LINES", "KEY"  # terminals: the text of an argument, and its name
 _TAGS = ("<parameter=", "</parameter>", "</function>")
 # The keywords at a schema's root that can be enforced for arguments that are not JSON, beside those that say nothing.
@@ -319,9 +318,8 @@ def dsml_calls(writer: GrammarWriter, tools: Tools, is_parallel: bool) -> str:
 
 
 _MARK = "｜DSML｜"
-_DSML_BEGIN, _DSML_TEXT, _DSML_JSON, _DSML_END = (
-    f'<{_MARK}parameter name="{{}}" string="', 'true">', 'false">', f"</{_MARK}parameter>\n",
-)  # fmt: skip
+_DSML_BEGIN, _DSML_END = f'<{_MARK}parameter name="{{}}" string="', f"</{_MARK}parameter>\n"
+_DSML_TEXT, _DSML_JSON = 'true">', 'false">'
 
 
 def _dsml_argument(writer: GrammarWriter, key: str, schema: Any, tool: ArgumentsSchema) -> str:
