@@ -593,7 +593,7 @@ def test_large_bodies_are_read_in_few_steps():
     tool = {"type": "function", "function": {"name": "f", "parameters": wide}}
     (request,) = read_chat({**chat, "tools": [tool]}).requests
     conversation = check_conversation(request.messages, RequestLimits())
-    assert num_calls(lambda: conversation.words) < 1000
+    assert num_calls(lambda: conversation.client_texts) < 1000
 
 
 @pytest.mark.parametrize(
