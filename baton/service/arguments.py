@@ -64,8 +64,15 @@ def host_port(text: str) -> str:
     try:
         split_address(text)
     except AddressError as error:
-        wrong = f"{text!r} is not HOST:PORT: no URL is taken, give it without http://" if "://" in text else str(error)
+        scheme, mark, _ = text.partition("://")
+        wrong = f"{text!r} is not HOST:PORT: give it without {scheme}{mark}" if mark else str(error)
         raise argparse.ArgumentTypeError(wrong) from None
+    return text
+
+
+def host_port_list(text: str) -> str:
+    """HOST:PORT, or several with commas between, as it was written."""
+    host_ports(text)
     return text
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import grpc
 
 from baton.client import CallError, Client, GenerateOptions, RetryPolicy
-from baton.service.arguments import host_ports
+from baton.service.arguments import host_port_list
 from baton.service.net.client import explain_failure
 from baton.service.security.access import Access, add_access_flags
 
@@ -23,17 +23,12 @@ def add_target_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags for the gateway's address and the caller's credentials."""
     parser.add_argument(
         "--target",
-        type=_targets,
+        type=host_port_list,
         default=DEFAULT_TARGET,
         metavar="HOST:PORT",
         help="gateway, or several with commas between (default: %(default)s)",
     )
     add_access_flags(parser)
-
-
-def _targets(text: str) -> str:
-    host_ports(text)
-    return text
 
 
 def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
@@ -56,10 +51,16 @@ def open_client(target: str, access: Access) -> Client:
     return Client(target, retry=_RETRY, **access.for_client())
 
 
+def is_too_large(error: CallError) -> bool:
+    """Return whether a request had more bytes than the gateway takes: gRPC refuses it, in words of its own."""
+    return (
+        error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED and not error.reason and "larger than max" in error.message
+    )
+
+
 def explain(error: CallError, target: str, access: Access) -> str:
     """Return one line about a failed call."""
-    # gRPC's own word for a message that is too large.
-    if error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED and not error.reason:
+    if is_too_large(error):
         from gateway.request.validation import MAX_REQUEST_BYTES  # here: it would slow down each start
 
         return f"{target}: the request is larger than the {MAX_REQUEST_BYTES} bytes that a gateway takes"

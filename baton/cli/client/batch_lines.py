@@ -11,6 +11,7 @@ from typing import Any
 
 import grpc
 
+from baton.cli.client.asking import is_too_large
 from baton.client import AsyncClient, CallError
 from baton.service.errors import BatonError, InvalidRequest, from_code
 from baton.v1 import inference_pb2 as pb
@@ -167,8 +168,7 @@ def _refusal(error: BatonError, names: dict[str, str]) -> Json:
 
 def _read(error: CallError) -> BatonError:
     reason = error.reason
-    # gRPC's own status for a message that is too large.
-    if not reason and error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED:
+    if is_too_large(error):
         reason = "BODY_TOO_LARGE"
     found = from_code(error.code(), error.message, reason=reason or None, field=error.field)
     found.request_id = error.request_id

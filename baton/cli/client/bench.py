@@ -31,7 +31,7 @@ from baton.loadgen.run import Ran, SenderDied, run_jobs
 from baton.loadgen.summary import summarize, table
 from baton.loadgen.trace import TraceError, read_trace
 from baton.loadgen.workload import WORKLOADS, Job, Shape
-from baton.service.arguments import add_command, host_port, positive, whole
+from baton.service.arguments import add_command, host_port_list, positive, whole
 from baton.service.exits import FAILED, WRONG_USE, fail
 from baton.service.observe.bottleneck import Bottleneck, aware_of_host
 from baton.service.observe.cpu_usage import CpuUsage
@@ -71,7 +71,11 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         examples=_EXAMPLES,
     )
     parser.add_argument(
-        "--target", type=host_port, default=DEFAULT_TARGET, metavar="HOST:PORT", help="gateway (default: %(default)s)"
+        "--target",
+        type=host_port_list,
+        default=DEFAULT_TARGET,
+        metavar="HOST:PORT",
+        help="gateway (default: %(default)s)",
     )
     parser.add_argument(
         "--openai",
@@ -202,7 +206,9 @@ async def _served(args: argparse.Namespace) -> _Served:
         return _Served(args.openai, info.server.model, VOCAB_SIZE, info.context or sys.maxsize, here, info.server)
     info = await model_info(args.target, access, args.model or "")
     model = f"{info.name}, {info.dtype}, quantization {info.quantization}, kv {info.kv_dtype}"
-    return _Served(args.target, model, info.vocab_size, info.context, is_loopback(args.target))
+    return _Served(
+        args.target, model, info.vocab_size, info.context, all(is_loopback(target) for target in args.target.split(","))
+    )
 
 
 class _Bench:

@@ -26,7 +26,7 @@ from baton.cli.cluster.findings import (
 from baton.cli.cluster.handover import Handover, HandoverFailed, Session, copy_rate, measure, prove
 from baton.cli.gpu import doctor as gpu_doctor
 from baton.client import NO_RETRIES, AsyncClient, CallError
-from baton.lines import one_line
+from baton.lines import describe_error
 from baton.protocol import ROLES
 from baton.service.arguments import add_command, host_port, host_ports
 from baton.service.exits import WRONG_USE, fail
@@ -207,8 +207,7 @@ async def _redis(url: str, is_whole: bool, report: Findings) -> None:
         with suppress(*ignored):
             await client.ping()
     except (redis.RedisError, OSError, ValueError) as error:
-        words = one_line(error) or type(error).__name__
-        report.warn("redis", without_password(url), words, advice)
+        report.warn("redis", without_password(url), describe_error(error), advice)
     else:
         took_ms = 1e3 * (time.monotonic() - begun)
         report.say("redis", without_password(url), f"answers, {took_ms:.1f} ms with connecting")
