@@ -6,7 +6,6 @@ import logging
 import socket
 import ssl
 from collections.abc import Sequence
-from contextlib import suppress
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -69,7 +68,7 @@ class HttpServer(uvicorn.Server):
         self.is_draining = False
         self._max_connections = max_connections or num_descriptors() // _PORT_SHARE
         self._opening: set[asyncio.Task] = set()  # connections, TLS handshakes among them
-        self._running: list[asyncio.Task] = []
+        self._dating: asyncio.Task | None = None
 
     def start(self) -> None:
         """Start serving."""
@@ -80,24 +79,18 @@ class HttpServer(uvicorn.Server):
         self.servers = []
         # uvicorn's own task could fail unseen, wakes ten times a second, and counts a connection only after its
         # TLS handshake.
-        self._running = [tasks.start("http accept", self._accept), tasks.start("http date", self._date)]
+        self._dating = tasks.start("http date", self._date)
+        self._watch_port()
 
     def drain(self) -> None:
         """Stop accepting connections and keeping them open: a client's next request opens a new one, which may lead to
         another process."""
         self.is_draining = True
-        accepting = self._running[0]
-        accepting.add_done_callback(self._close_port)
-        accepting.cancel()
+        if self._is_open:
+            self._accept()  # those that wait, which would be reset otherwise
+            self._close_port()
         for connection in self._connections:
             connection.drain()
-
-    def _close_port(self, accepting: asyncio.Task) -> None:
-        """Serve the connections that are waiting to be accepted, which would be reset otherwise."""
-        with suppress(OSError):
-            while True:
-                self._admit(self._listener.accept()[0])
-        self._listener.close()
 
     @property
     def is_busy(self) -> bool:
@@ -106,9 +99,10 @@ class HttpServer(uvicorn.Server):
 
     async def stop(self) -> None:
         """Close the port and end everything that still runs."""
-        self._listener.close()
-        for task in (*self._running, *self._opening):
-            task.cancel()
+        self._close_port()
+        for task in (self._dating, *self._opening):
+            if task:
+                task.cancel()
         if self.server_state.connections or self.server_state.tasks:
             await self.shutdown()  # waits 0.1 s, also for none
 
@@ -122,15 +116,31 @@ class HttpServer(uvicorn.Server):
             await self.on_tick(0)
             await asyncio.sleep(_DATE_S)
 
-    async def _accept(self) -> None:
-        loop = asyncio.get_running_loop()
-        while True:
-            try:
-                connection, _ = await loop.sock_accept(self._listener)
-            except OSError:
-                await asyncio.sleep(_ACCEPT_PAUSE_S)
-                continue
-            self._admit(connection)
+    def _watch_port(self) -> None:
+        if self._is_open:
+            asyncio.get_running_loop().add_reader(self._listener, self._accept)
+
+    def _close_port(self) -> None:
+        if self._is_open:
+            asyncio.get_running_loop().remove_reader(self._listener)
+            self._listener.close()
+
+    @property
+    def _is_open(self) -> bool:
+        return self._listener.fileno() >= 0
+
+    def _accept(self) -> None:
+        """Accept the connections that wait. The loop calls this, and logs what it raises: a connection that was only in
+        the future of a task would be lost with the task."""
+        try:
+            for _ in range(_BACKLOG):
+                self._admit(self._listener.accept()[0])
+        except BlockingIOError:
+            pass
+        except OSError:
+            loop = asyncio.get_running_loop()
+            loop.remove_reader(self._listener)
+            loop.call_later(_ACCEPT_PAUSE_S, self._watch_port)
 
     def _admit(self, connection: socket.socket) -> None:
         if len(self._opening) + len(self.server_state.connections) >= self._max_connections:

@@ -16,7 +16,7 @@ from tests.support.redis_server import RedisServer
 
 SUPERVISED = {
     "readiness", "registered workers", "silence", "event loop watch", "link", "name", "redis heartbeat", "redis writer", "usage",
-    "heap", "http accept", "http date",
+    "heap", "http date",
 }  # fmt: skip
 GROUPS = {"registry", "redis"}  # wait for supervised tasks, and do nothing else
 REPLACED = {"session writer"}  # its session ends, and its link opens another

@@ -12,7 +12,7 @@ from tests.support.models import make_model
 from tests.support.worker.scripted import Pair, Session, make_spec, run, run_worker
 
 SUPERVISED = {
-    "loads", "index events", "ledger watch", "registration", "KV accepting", "lease reaper", "http accept", "http date",
+    "loads", "index events", "ledger watch", "registration", "KV accepting", "lease reaper", "http date",
     "adapters",
 }  # fmt: skip
 GROUPS = {"reports", "registrations"}  # wait for supervised tasks, and do nothing else
