@@ -14,6 +14,10 @@ _ANY_NAME = "^(?s:.*)$"
 # A schema with one of these keeps its names as they are: the library accepts no overlapping patterns, counts properties
 # only where there are no patterns, and would not find the target of a reference.
 _AS_THEY_ARE = re.compile(r'"(?:patternProperties|minProperties|maxProperties)": |"\$ref": "[^"]*/additionalProperties')
+# References to properties of an object within the root, and of the root: they would lead nowhere, or to false, where
+# listed names replace the properties.
+_INTO_INNER = re.compile(r'"\$ref": "#/[^"]+/(?:additionalP|p)roperties["/]')
+_INTO_ROOT = re.compile(r'"\$ref": "#/(?:additionalP|p)roperties["/]')
 _CONTROLS = re.compile(r"[\x00-\x1f\x7f]")
 ESCAPES_WITHOUT_U = 'nrbtf\\"'  # each name has one spelling with these
 _NEED_U = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f]")
@@ -30,6 +34,14 @@ _COUNTED_TWICE = (
 def may_rewrite_names(root: Any) -> bool:
     """Return whether `plain_names` may be used in this schema."""
     return not _AS_THEY_ARE.search(json.dumps(root))
+
+
+def may_list_names(root: Any) -> bool:
+    """Return whether objects of this schema may have the names that their `propertyNames` list as properties: no
+    reference leads to a property of theirs."""
+    written = json.dumps(root)
+    has_root_names = isinstance(root, dict) and "propertyNames" in root
+    return not _INTO_INNER.search(written) and not (has_root_names and _INTO_ROOT.search(written))
 
 
 def plain_names(schema: Mapping[str, Any]) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from baton.constraints.json_names import (
     check_counts,
     check_texts,
     is_plain,
+    may_list_names,
     may_rewrite_names,
     mixes_names,
     plain_names,
@@ -86,19 +87,23 @@ def _problem(schema: object) -> tuple[str, str] | None:
 
 def check_support(schema: object) -> tuple[str, str] | None:
     """Return the keyword of a checked schema that the library does not enforce, as (path, reason), or None."""
+    may_list = may_list_names(schema)
     for path, found in schemas_in(schema):
         for keyword, value in found.items():
             where = "".join(map(_shown, f"{path}/{keyword}"))
             if keyword == "pattern" and has_look_around(value) and not _says_nothing(keyword, found):
                 return where, "look-around is not supported"
-            is_kept = _says_nothing(keyword, found) or (keyword == "propertyNames" and _are_listed(found, schema))
+            is_listed = keyword == "propertyNames" and may_list and _are_listed(found, schema)
+            is_kept = is_listed or _says_nothing(keyword, found)
             if (keyword in _UNKEPT or keyword == "uniqueItems") and not is_kept:
                 return where, "is not supported"
     return None
 
 
 def _are_listed(schema: Mapping[str, Any], root: Any) -> bool:
-    return "patternProperties" not in schema and _listed_names(schema["propertyNames"], root) is not None
+    if "patternProperties" in schema or not isinstance(schema.get("properties", {}), dict):
+        return False
+    return _listed_names(schema["propertyNames"], root) is not None
 
 
 def _listed_names(names: Any, root: Any) -> list[str] | None:
@@ -197,7 +202,8 @@ def rewrite_schema(schema: Mapping[str, Any], is_strict: bool = True) -> dict[st
     """Return a checked schema rewritten for the library, with its options: patterns as ECMA-262 means them, names
     without escapes, and no `$schema`, since the library would ignore keywords that are newer than the draft it names.
     `is_strict` False leaves out what the library has no grammar for."""
-    schema = _with_listed_names(schema, schema)
+    if may_list_names(schema):
+        schema = _with_listed_names(schema, schema)
     may_rewrite = may_rewrite_names(schema)
     are_mixed = has_mixed_names(schema, may_rewrite)
     options = {**_OPTIONS, "lenient": not is_strict}

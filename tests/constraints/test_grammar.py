@@ -12,6 +12,7 @@ from baton.constraints import grammar
 from baton.constraints.constraint import BadConstraint, Constraint
 from baton.constraints.grammar import GrammarCursor, Vocabulary
 from baton.constraints.json_patterns import FORMATS
+from baton.constraints.json_schema import check_support, rewrite_schema
 from tests.support.gateway.vocabularies import byte_vocabulary
 
 JSON = byte_vocabulary()
@@ -269,6 +270,32 @@ def test_names_that_say_nothing_or_are_listed_are_kept_to(schema, good, bad):
     grammar = VOCABULARY.compile(Constraint("json_schema", json.dumps(schema)))
     for text in (*good, *bad):
         assert is_whole(grammar.cursor(), text) == (text in good), text
+
+
+INNER = {"additionalProperties": {"type": "integer"}, "propertyNames": KEY, "properties": {"c": {"const": 7}}}
+
+
+@pytest.mark.parametrize(
+    ("schema", "is_support_kept"),
+    [
+        ({"properties": {"m": INNER, "n": {"$ref": "#/properties/m"}}}, True),
+        ({"properties": {"m": INNER, "n": {"$ref": "#/properties/m/additionalProperties"}}}, False),
+        ({"properties": {"m": INNER, "n": {"$ref": "#/properties/m/properties/c"}}}, False),
+        ({"$defs": {"M": INNER}, "properties": {"n": {"$ref": "#/$defs/M/properties/c"}}}, False),
+        ({"propertyNames": {"enum": ["n"]}, "properties": {"m": INNER, "n": {"$ref": "#/properties/m"}}}, False),
+        ({"properties": ["m"], "propertyNames": KEY}, False),
+    ],
+)
+def test_listed_names_are_refused_where_they_would_move_what_a_reference_leads_to(schema, is_support_kept):
+    schema = {"type": "object", **schema}
+    problem = check_support(schema)
+    assert (problem is None) == is_support_kept and (not problem or problem[0].endswith("/propertyNames"))
+    if isinstance(schema["properties"], dict):
+        for is_strict in {is_support_kept, False}:
+            grammar = VOCABULARY.compile(
+                Constraint("grammar", f"start: %json {json.dumps(rewrite_schema(schema, is_strict))}")
+            )
+            assert is_whole(grammar.cursor(), "{}")
 
 
 LOOKING = "^(?!x)(?=.).*$"
