@@ -9,6 +9,7 @@ from typing import Any
 # for a missing end after each bracket would take time quadratic in the length of the text.
 _CLASSES = re.compile(r"\\.|\[(?P<not>\^?)(?P<of>\]?(?:\\.|[^]\\])*)(?:(?P<end>\])|\\?\Z)", re.DOTALL)
 _LOOK_AROUND = re.compile(r"\(\?<?[=!]")
+_CLASSES_AND_CODES = re.compile(rf"\\[xuU]\{{[0-9a-fA-F]+\}}|{_CLASSES.pattern}", re.DOTALL)
 _POSSESSIVE = re.compile(r"(?:[*+?]|\{[0-9,]+\})\+")
 _DOT = r"[[^\n\r\x{2028}\x{2029}]&&[^\x00]]"  # the library's own dot excludes the first of these only
 _CLASSES_AND_DOTS = re.compile(rf"{_CLASSES.pattern}|(?P<dot>\.)", re.DOTALL)
@@ -36,7 +37,7 @@ def rewrite_classes(regex: str) -> str:
 def repeats_for_good(regex: str) -> bool:
     """Return whether a regular expression has possessive repetition, as of Python's re. The library would read it as a
     repetition of a repetition."""
-    return bool(_POSSESSIVE.search(_CLASSES.sub("x", regex)))
+    return bool(_POSSESSIVE.search(_CLASSES_AND_CODES.sub("x", regex)))
 
 
 def rewrite_pattern(pattern: str) -> str:

@@ -3,7 +3,7 @@
 import pytest
 
 from baton.constraints.constraint import MAX_BYTES
-from baton.constraints.json_patterns import asks_for_controls, rewrite_pattern
+from baton.constraints.json_patterns import asks_for_controls, repeats_for_good, rewrite_pattern
 
 
 @pytest.mark.parametrize("unclosed", ["[)", "[^)", "[\\[", "[[]", "[\\]"])
@@ -28,3 +28,11 @@ def test_a_bracket_that_is_escaped_and_may_be_missing_turns_nothing_on(pattern):
 @pytest.mark.parametrize("pattern", ["[", "[^", "[]", "[^]", "[a\\", "[a\\]", "[]a", "a["])
 def test_a_class_without_an_end_stays_as_it_is(pattern):
     assert rewrite_pattern(f"[a]{pattern}") == rf"[[a]&&[^\x00]]{pattern}"
+
+
+@pytest.mark.parametrize(
+    ("regex", "is_possessive"),
+    [(r"\x{41}+", False), (r"\u{00e9}+", False), (r"\x{41}++", True), (r"\\x{41}+", True), (r"\p{L}+", False)],
+)
+def test_the_code_of_a_character_is_no_repetition(regex, is_possessive):
+    assert repeats_for_good(regex) == is_possessive
