@@ -4,7 +4,6 @@ and more not always as the nearest one, and then converts whole ones to 64-bit i
 import math
 from collections.abc import Callable, Iterator, Mapping
 from decimal import Decimal
-from fractions import Fraction
 from typing import Any, TypeGuard
 
 _STEPS = {"minimum": 0, "maximum": 0, "exclusiveMinimum": 1, "exclusiveMaximum": -1}  # from a bound to the first inside
@@ -37,19 +36,26 @@ def with_multiples(schema: Mapping[str, Any]) -> dict[str, Any]:
     step, kept = schema.get("multipleOf"), {**schema}
     if not _is_number(step) or not 0 < step < math.inf or _STEPS.keys().isdisjoint(schema):
         return kept
-    exact = Fraction(repr(step))
+    numerator, denominator = _as_ratio(step)
     for keyword, tighter, sign in (("minimum", max, 1), ("maximum", min, -1)):
         open_name = f"exclusive{keyword.capitalize()}"
         bound, _ = _bound(schema, keyword, open_name, tighter)
         if not abs(bound) < 2**53:  # there is no bound, or its digits are not exact
             continue
-        steps = sign * Fraction(repr(bound)) / exact
-        inner = sign * math.ceil(steps) * exact
-        value = int(inner) if inner.denominator == 1 else float(inner)
-        if steps.denominator != 1 and Fraction(repr(value)) == inner:
+        bound_numerator, bound_denominator = _as_ratio(bound)
+        num_steps, rest = divmod(sign * bound_numerator * denominator, bound_denominator * numerator)
+        inner = sign * (num_steps + 1) * numerator  # by the denominator: the next multiple inside
+        value = inner / denominator if inner % denominator else inner // denominator
+        value_numerator, value_denominator = _as_ratio(value)
+        if rest and value_numerator * denominator == inner * value_denominator:
             kept.pop(open_name, None)
             kept[keyword] = value
     return kept
+
+
+def _as_ratio(number: float) -> tuple[int, int]:
+    """Return a number, as its digits say it, as a numerator and a denominator."""
+    return (number, 1) if isinstance(number, int) else Decimal(repr(number)).as_integer_ratio()
 
 
 def values_in(path: str, value: object) -> Iterator[tuple[str, object]]:
