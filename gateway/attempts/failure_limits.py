@@ -62,7 +62,7 @@ def error_of(message: object, role: str, sent: str = "") -> BatonError:
     `sent` says how much of the answer the client has, as " after 3 tokens"."""
     if isinstance(message, pb.Ended) and message.code:
         return from_code(message.code, message.message, reason=message.reason or None)
-    silent = "it ended early" if message else "it does not answer"
+    silent = "it ended early" if isinstance(message, (pb.Ended, pb.Done)) else "it gave no answer"
     what = message.reason if isinstance(message, Lost) else silent
     reason = f"{role.upper()}_WORKER_LOST"
     return Unavailable(f"{role} worker lost{sent}: {what}", retry_after_s=1.0, reason=reason)
