@@ -25,11 +25,6 @@ class KVFetch:
         return self.give_up_at < math.inf and not self.is_done
 
     @property
-    def has_lease(self) -> bool:
-        """Return whether the prefill worker keeps KV that the decode worker has not fetched yet."""
-        return bool(self.lease_id) and not self.is_done
-
-    @property
     def due(self) -> float:
         """When a doubtful fetch is given up, or else the lease is renewed; never without either."""
         if self.is_done:

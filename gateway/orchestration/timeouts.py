@@ -68,7 +68,7 @@ def look_again(request: RequestContext, late_s: float) -> RequestEvent:
 
 def leave_silent_decode_worker(request: RequestContext, late_s: float) -> RequestEvent | None:
     """Return SILENCE if another decode worker could take the request from the one that does not answer."""
-    silent, router = request.attempt.prefilling_leg, request.router
+    silent, router = request.attempt.decode, request.router
 
     def has_other() -> bool:
         return router.has_worker("decode", exclude={silent.worker_id}, trusted_only=True)
