@@ -175,15 +175,29 @@ def test_what_is_torn_in_the_cache_is_built_again(damage, tmp_path, monkeypatch)
 
 
 def test_what_a_killed_build_left_goes_with_the_next(tmp_path, monkeypatch):
+    """Not the folder of another host, which may share the cache without sharing locks, and build in it now."""
     monkeypatch.setenv("BATON_CACHE", str(tmp_path))
     monkeypatch.setattr(compiler, "compiled", lambda command, flags, folder: Path(shutil.copy(__file__, folder)))
     path = build.built(["g++"], TIERS[0])
     path.unlink()
-    left = path.with_suffix(".build")
-    left.mkdir()
-    (left / "half.o").touch()
+    left, elsewhere = (path.with_suffix(f".{host}.build") for host in (os.uname().nodename, "elsewhere"))
+    for folder in (left, elsewhere):
+        folder.mkdir()
+        (folder / "half.o").touch()
     assert build.built(["g++"], TIERS[0]) == path
-    assert sorted(each.suffix for each in tmp_path.iterdir()) == [".lock", ".so"]
+    assert not left.exists() and (elsewhere / "half.o").exists()
+    assert sorted(each.suffix for each in tmp_path.iterdir()) == [".build", ".lock", ".so"]
+
+
+def test_a_build_whose_folder_was_removed_says_what_the_compiler_said(tmp_path, monkeypatch):
+    def refuse_to_compile(command, flags, folder: Path) -> Path:
+        shutil.rmtree(folder)
+        raise subprocess.CalledProcessError(1, command, stderr="no such folder")
+
+    monkeypatch.setenv("BATON_CACHE", str(tmp_path))
+    monkeypatch.setattr(compiler, "compiled", refuse_to_compile)
+    with pytest.raises(subprocess.CalledProcessError):
+        build.built(["g++"], TIERS[0])
 
 
 def test_a_compiler_has_its_arguments(monkeypatch):

@@ -94,7 +94,8 @@ def built(command: Sequence[str], tier: Tier) -> Path:
             fcntl.flock(lock, fcntl.LOCK_EX)
         if not _is_whole(path):
             print(f"starting: building the native kernels for {tier.name} (once)", file=sys.stderr, flush=True)
-            folder = path.with_suffix(".build")
+            # The host's own folder: hosts may share the cache on a disk that does not share locks.
+            folder = path.with_suffix(f".{os.uname().nodename}.build")
             shutil.rmtree(folder, ignore_errors=True)  # of a build that was killed
             folder.mkdir()
             try:
@@ -102,7 +103,7 @@ def built(command: Sequence[str], tier: Tier) -> Path:
                 _finish(library)
                 library.replace(path)
             finally:
-                shutil.rmtree(folder)
+                shutil.rmtree(folder, ignore_errors=True)
     return path
 
 
