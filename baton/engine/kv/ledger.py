@@ -201,13 +201,13 @@ class Ledger:
                 self.parts.on_held(block_ids[:num_partial], self.cache.now())
             return True
 
-    def release_outside_window(self, block_ids: Sequence[int], holder: Holder) -> None:
+    def release_skipped(self, block_ids: Sequence[int], holder: Holder) -> None:
         """Release blocks that are outside a holder's window, or only their parts if skipped blocks stay."""
         with self.lock:
             if self.parts is None:
                 self.release(block_ids, holder)
             else:
-                self.parts.stop_using(block_ids, self.cache.now())
+                self.parts.release(block_ids, self.cache.now())
 
     def release(self, block_ids: Sequence[int], holder: Holder, num_partial: int = 0) -> None:
         """Remove a holder from blocks that it holds, in reverse order, so that the end of a chain is evicted first.
@@ -217,7 +217,7 @@ class Ledger:
         """
         with self.lock:
             if self.parts is not None:
-                self.parts.stop_using(block_ids[num_partial:], self.cache.now())
+                self.parts.release(block_ids[num_partial:], self.cache.now())
             for block_id in reversed(block_ids):
                 self._expect(block_id, holder)
                 self._add(block_id, -_WEIGHT[holder])

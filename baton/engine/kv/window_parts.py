@@ -1,6 +1,6 @@
 """Count the users of each block's part: the KV of the layers with a window, in a model where other layers have none.
 
-        used ── stop using ─► unused ─ drop oldest ► absent       while the block stays with its holders
+        used ─── release ───► unused ─ drop oldest ► absent       while the block stays with its holders
           ◄──────── use ──────┘       oldest first
 
 Every holder of a block uses its part until the block is outside the holder's window, or released. An unused part stays
@@ -81,10 +81,10 @@ class WindowParts:
             self.num_used += not self._num_users[block_id]
             self._num_users[block_id] += 1
 
-    def stop_using(self, block_ids: Sequence[int], now: int) -> None:
+    def release(self, block_ids: Sequence[int], now: int) -> None:
         """Remove a user from the parts of these blocks. The last block counts as least recently used."""
         for block_id in reversed(block_ids):
-            assert self._num_users[block_id], f"nobody sees the part of block {block_id}"
+            assert self._num_users[block_id], f"nobody uses the part of block {block_id}"
             self._num_users[block_id] -= 1
             if not self._num_users[block_id]:
                 self.num_used -= 1
@@ -141,7 +141,7 @@ class WindowParts:
         them."""
         assert self.num_used == sum(map(bool, self._num_users)) and self.num_present == sum(self._is_present)
         for block_id, num_users in enumerate(self._num_users):
-            assert num_users >= 0 and (not num_users or is_held[block_id]), f"part {block_id} is seen by no holder"
+            assert num_users >= 0 and (not num_users or is_held[block_id]), f"part {block_id} is used, not held"
             is_unused = bool(self._is_present[block_id]) and is_held[block_id] and not num_users
             assert is_unused == (block_id in self._unused) and (not num_users or self._is_present[block_id]), (
                 f"part {block_id}"
@@ -157,4 +157,4 @@ class WindowParts:
             for block_id in block_ids:
                 expected[block_id] += 1
         wrong = [block_id for block_id, num in enumerate(expected) if num != self._num_users[block_id]]
-        assert not wrong, f"parts {wrong}: counted {[self._num_users[each] for each in wrong]}, seen otherwise"
+        assert not wrong, f"parts {wrong}: counted {[self._num_users[each] for each in wrong]}, not as named"

@@ -155,13 +155,11 @@ class Admission:
             needed = Amounts(missing, trunk.recurrent.num_to_have(self.ledger.states, 1))
             holder, may_take = Holder.FETCHING if fetches else Holder.LEASED, self.shares.has_blocks(request, needed)
             may_take = may_take and trunk.recurrent.allocate(self.ledger.states, holder)
-            block_ids = self.ledger.allocate(missing, holder) if may_take else None
-            if block_ids is None:
+            group.num_owned = len(trunk.blocks.ids)
+            if not (may_take and trunk.blocks.allocate(missing, self.ledger, holder)):
                 trunk.give_back(self.ledger)
                 raise self._kv_full(request, pinned.plus(needed))
             self.shares.clear_shortage(request)
-            group.num_owned = len(trunk.blocks.ids)
-            trunk.blocks.ids += block_ids
             self.lifecycle.happen(group, GroupEvent.ACCEPT_PREFIX if fetches else GroupEvent.ACCEPT)
             return Acceptance(self.ledger.refs(trunk.blocks.ids), group.num_cached_tokens, self._state_refs(trunk))
 
@@ -192,7 +190,7 @@ class Admission:
                 return Acceptance((), 0)
             request = Request(key, (), 0, SamplingParams(), max_tokens=0)
             group, num_tokens = SequenceGroup(request, Holder.LEASED), len(block_ids) * self.layout.block_size
-            group.trunk.blocks.ids = block_ids
+            group.trunk.blocks.begin(block_ids)
             if not group.trunk.recurrent.pin(self.ledger, span_hashes, num_tokens, Holder.LEASED):
                 group.trunk.give_back(self.ledger)
                 return Acceptance((), 0)
@@ -308,7 +306,7 @@ class Admission:
         held, num_partial = self.ledger.window.held_of(block_ids, num_skipped)
         if not self.ledger.share(held, trunk.group.holder, num_partial):
             raise self._kv_full(trunk.group.request, self._all_of(trunk, bool(block_ids)))
-        trunk.blocks.ids, trunk.blocks.num_skipped = block_ids, num_skipped
+        trunk.blocks.begin(block_ids, num_skipped)
         if not trunk.recurrent.pin(self.ledger, trunk.hashes, num_tokens, trunk.group.holder):
             trunk.give_back(self.ledger)
             raise self._kv_full(trunk.group.request, self._all_of(trunk, bool(block_ids)))

@@ -98,11 +98,8 @@ def set_aside(context: GroupContext, group: SequenceGroup, upto_token: int) -> N
     if not trunk.recurrent.allocate(context.ledger.states, Holder.FETCHING):
         raise Refusal(KV_FULL)
     if (missing := trunk.blocks.num_lacking(upto_token, context.layout)) > 0:
-        block_ids = context.ledger.allocate(missing, Holder.FETCHING, reserved=min(missing, trunk.blocks.reserve))
-        if block_ids is None:
+        if not trunk.blocks.allocate(missing, context.ledger, Holder.FETCHING):
             raise Refusal(KV_FULL)
-        trunk.blocks.reserve -= min(missing, trunk.blocks.reserve)
-        trunk.blocks.ids += block_ids
         trunk.blocks.fill_skipped(trunk.blocks.num_skipped, context.ledger.window)
         group.fetch_settled = False
 
@@ -128,7 +125,7 @@ def verify(context: GroupContext, group: SequenceGroup, upto_token: int) -> None
         trunk.num_computed = upto_token if whole else num_owned * context.layout.block_size
         trunk.seal(context.ledger)
         if context.ledger.window.keeps_skipped:
-            trunk.release_outside_window(context.ledger)
+            trunk.retire_outside_window(context.ledger)
 
 
 def start(context: GroupContext, group: SequenceGroup, first_tokens: tuple[FirstToken, ...]) -> None:
@@ -281,8 +278,8 @@ def _drop_unverified(context: GroupContext, group: SequenceGroup) -> None:
     elif is_named:
         num_missing += cache.blocks_per_unit
         group.num_owned -= cache.blocks_per_unit
-        context.ledger.release(trunk.blocks.ids[group.num_owned :], group.holder)
-        trunk.blocks.ids, trunk.num_sealed = trunk.blocks.ids[: group.num_owned], trunk.num_sealed - 1
+        context.ledger.release(trunk.blocks.cut(group.num_owned), group.holder)
+        trunk.num_sealed -= 1
     promised = trunk.recurrent.promise(context.ledger.states, num_states - trunk.recurrent.num_own)
     if not (promised and context.ledger.reserve(num_missing)):
         raise Refusal(KV_FULL)
@@ -300,7 +297,7 @@ def _lower_promise(context: GroupContext, group: SequenceGroup, most: int) -> No
 def _give_back_fetching(context: GroupContext, group: SequenceGroup) -> None:
     """Release the blocks of a fetch, or quarantine them while the fetch may still write into them."""
     trunk = group.trunk
-    fetching, trunk.blocks.ids = trunk.blocks.ids[group.num_owned :], trunk.blocks.ids[: group.num_owned]
+    fetching = trunk.blocks.cut(group.num_owned)
     if group.fetch_settled:
         context.ledger.release(fetching, Holder.FETCHING)
     elif fetching:

@@ -23,8 +23,8 @@ class Groups(dict[Key, SequenceGroup]):
 
     def __init__(self) -> None:
         super().__init__()
-        self._deadlines: list[tuple[float, int, Key]] = []  # a heap; the arrival tells apart two groups with the same
-        # key
+        # A heap; the arrival tells apart two groups with the same key.
+        self._deadlines: list[tuple[float, int, Key]] = []
 
     def find(self, key: Key, arrival: int) -> SequenceGroup | None:
         """Return the group with this key and arrival, or None if it has ended."""

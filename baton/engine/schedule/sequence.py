@@ -56,8 +56,8 @@ class Sequence:
         self.num_computed = 0
         self.blocks = SequenceBlocks()
         self.num_sealed = 0  # units
-        self.order_key = (-group.request.priority, group.arrival, choice)  # the lowest runs first, the highest is
-        # preempted first
+        # The lowest runs first, the highest is preempted first.
+        self.order_key = (-group.request.priority, group.arrival, choice)
         self.recurrent = RecurrentState()
         self.draft_ids: list[int] = []  # proposed after its last token, for the step in flight
         self.waits_at_queueing = Waits()  # WaitClock.seconds when it began to wait
@@ -138,7 +138,7 @@ class Sequence:
         self.num_sealed = num_skipped // ledger.cache.blocks_per_unit
         self.num_computed = self.num_sealed * ledger.cache.unit_tokens
 
-    def release_outside_window(self, ledger: Ledger) -> None:
+    def retire_outside_window(self, ledger: Ledger) -> None:
         """Release the blocks that left the window with its last step, and retire those that are outside now: only
         blocks of sealed units if it is named, and none if they are leased."""
         if ledger.window.num_positions is None or self.group.is_for_taker:
@@ -163,7 +163,7 @@ class Sequence:
         blocks.reserve -= reserved
         full, num_partial = window.held_of(blocks.ids[:num_full], blocks.num_skipped)
         ledger.share(full, Holder.RUNNING, num_partial)
-        other.blocks.ids = blocks.ids[:num_full] + own
+        other.blocks.begin(blocks.ids[:num_full] + own)
         other.blocks.fill_skipped(blocks.num_skipped, window)
         other.num_computed, other.num_sealed = self.num_computed, self.num_sealed
         if own:
@@ -196,7 +196,7 @@ class Sequence:
             self.name_spans(end)
             with ledger.lock:
                 self.recurrent.keep(states, self.hashes[end // SPAN_TOKENS - 1], copies.state, goes_on)
-        self.release_outside_window(ledger)
+        self.retire_outside_window(ledger)
 
     def append(self, token_id: int) -> FinishReason | None:
         """Append its next token; return why the choice ends with it, or None."""
@@ -288,8 +288,8 @@ class SequenceGroup:
         self.num_waiting_tokens = 0  # of its prompt, until its first chunk is launched
         self.num_cached_tokens = 0
         self.num_chunks = 0
-        self.prompt_logprobs: list[TokenLogprobs] = []  # of the prompt's tokens after the first, as far as it is
-        # computed
+        # of the prompt's tokens after the first, as far as it is computed
+        self.prompt_logprobs: list[TokenLogprobs] = []
         self.pooler = None if request.pooling is None else Pooler(request.pooling)
         self.pooled: tuple[float, ...] = ()  # its embedding, once the prompt is computed
         self.num_steps = 0

@@ -10,7 +10,8 @@ from kvtransfer.layout import KVLayout
 class SequenceBlocks:
     """The blocks of one sequence, in order of positions. Guarded as its sequence is.
 
-        ids   |  skipped  | retiring |== held ==|==|          num_skipped counts retiring blocks too
+        ids   |   skipped   | retiring |  inside the window  |      num_skipped counts retiring blocks too
+                            |=========== held() ============|      all of `ids` if skipped blocks stay
 
     Blocks before the window of every later token are skipped. Those that were skipped by the last step are retiring:
     held until the next one, since a step launched meanwhile may still have them in its block table. Unless skipped
@@ -24,7 +25,7 @@ class SequenceBlocks:
         self.num_skipped = 0
         self.retiring_ids: list[int] = []
         self.reserve = 0  # blocks that the ledger has promised to it and that it has not taken
-        self.table: Tensor | None = None  # `ids` as a tensor, made by the runner; code that changes `ids` resets it
+        self.table: Tensor | None = None  # `ids` as a tensor, made by the runner; methods that change `ids` reset it
 
     @property
     def window_ids(self) -> list[int]:
@@ -56,6 +57,15 @@ class SequenceBlocks:
         self.table = None
         return True
 
+    def begin(self, block_ids: list[int], num_skipped: int = 0) -> None:
+        """Begin with blocks that the caller has allocated or shared, except for `num_skipped` leading ones."""
+        self.ids, self.num_skipped, self.table = block_ids, num_skipped, None
+
+    def cut(self, num_kept: int) -> list[int]:
+        """Remove all blocks after the first `num_kept`, and return them for the caller to release."""
+        removed, self.ids, self.table = self.ids[num_kept:], self.ids[:num_kept], None
+        return removed
+
     def fill_skipped(self, num_skipped: int, window: Window) -> None:
         """Set the number of skipped blocks, and fill their places with the first block inside the window.
 
@@ -70,12 +80,12 @@ class SequenceBlocks:
     def begin_after_skipped(self, num_skipped: int, ledger: Ledger, holder: Holder) -> None:
         """Release all blocks and begin after `num_skipped` blocks, without holding these."""
         self.release(ledger, holder)
-        self.ids, self.num_skipped = [0] * num_skipped, num_skipped
+        self.begin([0] * num_skipped, num_skipped)
 
     def retire(self, num_skipped: int, ledger: Ledger, holder: Holder) -> None:
         """Release the retiring blocks; then retire those that `num_skipped` adds to the skipped ones, if any."""
         if self.retiring_ids:
-            ledger.release_outside_window(self.retiring_ids, holder)
+            ledger.release_skipped(self.retiring_ids, holder)
             self.retiring_ids = []
         if num_skipped > self.num_skipped:
             self.retiring_ids = self.ids[self.num_skipped : num_skipped]
@@ -84,8 +94,8 @@ class SequenceBlocks:
     def extend(self, new_ids: list[int], num_skipped: int, ledger: Ledger, holder: Holder) -> None:
         """Append blocks that were shared, and release at once what `num_skipped` leaves outside the window."""
         outside = self.retiring_ids + self.ids[self.num_skipped : num_skipped]
-        ledger.release_outside_window(outside, holder)
-        self.retiring_ids, self.ids = [], self.ids + new_ids
+        ledger.release_skipped(outside, holder)
+        self.retiring_ids, self.ids, self.table = [], self.ids + new_ids, None
         self.fill_skipped(num_skipped, ledger.window)
 
     def release(self, ledger: Ledger, holder: Holder) -> None:

@@ -75,7 +75,7 @@ class Lives:
         if self.held:
             block_ids, num_skipped, names = self.held.pop(self.chance.randrange(len(self.held)))
             to = self.chance.randint(num_skipped, len(block_ids))
-            self.ledger.release_outside_window(block_ids[num_skipped:to], Holder.RUNNING)
+            self.ledger.release_skipped(block_ids[num_skipped:to], Holder.RUNNING)
             self.held.append((block_ids, to, names))
 
     def end(self) -> None:
@@ -131,7 +131,7 @@ def test_an_allocation_takes_what_was_left_longest_ago():
         memory.sizes[block_id] = WHOLE
     ledger.seal((b"unit",), tuple(unit))
     for block_ids in (first, unit, last):
-        ledger.release_outside_window(block_ids, Holder.RUNNING)
+        ledger.release_skipped(block_ids, Holder.RUNNING)
         if block_ids is unit:
             ledger.release(unit, Holder.RUNNING, 1)
     ledger.allocate(1, Holder.RUNNING)
