@@ -29,6 +29,8 @@ class StepPieces(NamedTuple):
 class VirtualLauncher(Launcher):
     """A launcher that computes nothing; `step_s` is what the last step would have taken."""
 
+    allows_multi_step = False
+
     def __init__(self, model: Any, pool: KVPool, step_s: Callable[[StepPieces], float]):
         super().__init__(model, pool)
         self._step_s, self.step_s = step_s, 0.0

@@ -12,6 +12,9 @@ import torch
 
 from baton.engine.core.batch import known_ids
 from baton.engine.core.request import FinishReason, Refusal
+from baton.engine.execute.launcher import GpuLauncher, Launcher, StagedLauncher
+from baton.engine.gpu_ranks.launcher import LeadingLauncher
+from baton.planning.virtual_engine import VirtualLauncher
 from tests.support.engine.toys import (
     VOCAB,
     Collector,
@@ -229,6 +232,12 @@ def test_what_waits_and_could_enter_is_not_kept_waiting():
     assert records[second.key].first is not None
     run(engine, collector=records)
     assert records[first.key].answer() == toy_answer(first) and records[second.key].answer() == toy_answer(second)
+
+
+@pytest.mark.parametrize("kind", [GpuLauncher, LeadingLauncher, StagedLauncher, VirtualLauncher, LateLauncher])
+def test_a_launcher_of_its_own_kind_allows_no_multi_step(kind):
+    """A native call of several steps computes them past the launcher."""
+    assert Launcher.allows_multi_step and not kind.allows_multi_step
 
 
 def test_tokens_of_the_step_before_take_their_places():

@@ -345,18 +345,18 @@ class Late(LaunchedTokens):
 class LateLauncher(Launcher):
     """Computes a launch when it is read, or when another step must pass."""
 
-    overlaps = True
+    overlaps, allows_multi_step = True, False
 
     def __init__(self, model, pool):
         super().__init__(model, pool)
         self.waiting: list = []
         self.num_overlapped = 0
 
-    def launch(self, batch, draw, before, on_layer=None):
+    def launch(self, batch, draw, previous, on_layer=None):
         tokens = Late(self)
         self.num_overlapped += bool(self.waiting)
         assert len(self.waiting) < 2, "more than two steps in flight"
-        self.waiting.append((tokens, lambda: Launcher.launch(self, batch, draw, before, on_layer).drawn))
+        self.waiting.append((tokens, lambda: Launcher.launch(self, batch, draw, previous, on_layer).drawn))
         return tokens
 
     def compute_until(self, tokens) -> None:
