@@ -46,7 +46,7 @@ class SharedCores:
             system.reserve(self._fd, 4 * NUM_SLOTS)
             self._own = next((slot for slot in range(NUM_SLOTS) if system.lock_byte(self._fd, slot)), NUM_SLOTS)
             if self._own == NUM_SLOTS:
-                raise OSError(f"all {NUM_SLOTS} places are taken")
+                raise OSError(f"all {NUM_SLOTS} slots are taken")
             self._slots = memoryview(mmap.mmap(self._fd, 4 * NUM_SLOTS)).cast("I")
         except OSError as error:
             os.close(self._fd)

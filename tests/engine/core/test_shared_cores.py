@@ -128,7 +128,7 @@ def test_a_folder_that_cannot_be_used_is_named(tmp_path):
     with pytest.raises(OSError, match="nowhere"):
         SharedCores(tmp_path / "nowhere")
     held = [SharedCores(tmp_path) for _ in range(NUM_SLOTS)]
-    with pytest.raises(OSError, match=f"all {NUM_SLOTS} places are taken"):
+    with pytest.raises(OSError, match=f"all {NUM_SLOTS} slots are taken"):
         SharedCores(tmp_path)
     held.pop().close()
     SharedCores(tmp_path).close()

@@ -336,9 +336,9 @@ def test_a_share_is_a_green_context(share, num_sms, monkeypatch):
         return SimpleNamespace(Stream=lambda: stream)
 
     h200(monkeypatch, create)
-    partition = MultiprocessorShare(torch.device("cuda", 1), share)
-    assert asked == [{"num_sms": num_sms, "device_id": 1}] and partition.stream is stream
-    assert partition.summary == f"{num_sms} of 132 multiprocessors"
+    share_of_gpu = MultiprocessorShare(torch.device("cuda", 1), share)
+    assert asked == [{"num_sms": num_sms, "device_id": 1}] and share_of_gpu.stream is stream
+    assert share_of_gpu.summary == f"{num_sms} of 132 multiprocessors"
 
 
 def test_where_there_are_none_it_is_one_line(monkeypatch):

@@ -89,7 +89,7 @@ class GroupHarness:
             self.scheduler.fork(group.trunk, list(FIRST))
         if event is E.LAUNCH and group.state is S.WAITING and group.trunk in self.scheduler.waiting:
             self.scheduler.schedule()
-        subject = {
+        payload = {
             E.SKIP: NUM_TOKENS,
             E.SET_ASIDE: NUM_TOKENS,
             E.VERIFY: NUM_TOKENS if Holder.FETCHING in self.holders() else 0,
@@ -98,7 +98,7 @@ class GroupHarness:
             E.CANCEL: Ending("cancelled"),
             E.DEADLINE: Ending("deadline"),
         }.get(event, Ending())
-        if (ended := self.lifecycle.happen(group, event, subject)) is not None:
+        if (ended := self.lifecycle.happen(group, event, payload)) is not None:
             self.ends.append(ended)
 
     def holders(self) -> set[Holder]:
