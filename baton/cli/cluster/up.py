@@ -56,7 +56,7 @@ class _HelpAll(argparse.Action):
 
 
 def run(args: argparse.Namespace) -> int:
-    """Serve until a signal; return 0 drained, 1 failed, 2 wrong use."""
+    """Serve until a signal; return 0 drained, or stopped before it was ready; 1 failed, 2 wrong use."""
     try:
         plan = make_plan(args)
         return asyncio.run(_serve(Stack(plan), next(iter(plan.models))))
