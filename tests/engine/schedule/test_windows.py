@@ -5,11 +5,13 @@ the blocks stay. The toy model checks every token that each layer is to see."""
 import random
 
 import pytest
+import torch
 
 from baton.engine.core.request import Refusal
 from baton.engine.kv.ledger import Holder, Ledger
 from baton.engine.kv.window import Window
 from baton.engine.models.registry import read_spec
+from baton.engine.schedule.sequence_blocks import SequenceBlocks
 from tests.support.engine.folders import make_folder
 from tests.support.engine.toys import (
     Collector,
@@ -104,6 +106,22 @@ def test_a_step_in_flight_may_still_look_at_what_was_given_back(kind):
     assert launcher.num_overlapped > 100
     for request in requests:
         assert records[request.key].answer() == answer_of(request, kind)
+
+
+@pytest.mark.parametrize("part_bytes", [1, 2])
+def test_blocks_that_changed_have_no_table(part_bytes):
+    """It was kept where shared blocks were appended and skipped blocks stay."""
+    ledger, blocks = Ledger(8, 16, window=Window(64, 16, block_bytes=2, part_bytes=part_bytes)), SequenceBlocks()
+    shared = ledger.allocate(1, Holder.RUNNING)
+    for change in (
+        lambda: blocks.allocate(2, ledger, Holder.RUNNING),
+        lambda: blocks.extend(shared, 0, ledger, Holder.RUNNING),
+        lambda: ledger.release(blocks.cut(1), Holder.RUNNING),
+        lambda: blocks.begin_after_skipped(1, ledger, Holder.RUNNING),
+    ):
+        blocks.table = torch.tensor(blocks.ids)
+        change()
+        assert blocks.table is None
 
 
 def test_a_prefix_is_found_by_its_window():
