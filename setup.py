@@ -30,7 +30,7 @@ SHIPPED = (
 
 
 def load(name: str):
-    """A module of the native folder by itself: importing the package would import torch."""
+    """Load a module of the native folder by itself: importing the package would import torch."""
     spec = importlib.util.spec_from_file_location(name, NATIVE / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

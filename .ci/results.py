@@ -16,7 +16,7 @@ NUM_RUNS = 20  # that the share is taken over
 
 
 def read_outcomes(path: Path) -> dict[str, str]:
-    """The outcome of each test: passed, failed or skipped."""
+    """Return the outcome of each test: passed, failed or skipped."""
     outcomes = {}
     for case in tree.parse(path).getroot().iter("testcase"):
         children = {child.tag for child in case}

@@ -74,7 +74,7 @@ def _uri(path: Path) -> str:
 
 
 def _source(uri: str) -> Path | None:
-    """The file of the repository that a page shows; None for generated pages."""
+    """Return the file of the repository that a page shows; None for generated pages."""
     if uri == "index.md":
         return ROOT / "README.md"
     if uri.startswith("source/"):
@@ -104,7 +104,7 @@ def commands() -> str:
 
 
 def _wide(base: type[argparse.HelpFormatter]) -> type[argparse.HelpFormatter]:
-    """The same form, as wide on every terminal."""
+    """Return the same formatter of help, as wide on every terminal."""
 
     class Wide(base):
         def __init__(self, prog: str, **options):

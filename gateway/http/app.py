@@ -287,7 +287,7 @@ class _Endpoint:
     def __init__(
         self, guard: Guard, method: str, serve: Callable[[HttpCall], Coroutine[Any, Any, None]], to_error: ToError
     ):
-        """`method`: the call of baton.v1.Inference whose permissions and slots apply to this path."""
+        """Serve a path by `serve`; the permissions and slots of `method` of baton.v1.Inference apply to it."""
         self._guard, self._method, self._serve, self._to_error = guard, _INFERENCE + method, serve, to_error
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
