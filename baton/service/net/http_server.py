@@ -68,7 +68,7 @@ class HttpServer(uvicorn.Server):
         self.is_draining = False
         self._max_connections = max_connections or num_descriptors() // _PORT_SHARE
         self._opening: set[asyncio.Task] = set()  # connections, TLS handshakes among them
-        self._dating: asyncio.Task | None = None
+        self._date_task: asyncio.Task | None = None
 
     def start(self) -> None:
         """Start serving."""
@@ -79,7 +79,7 @@ class HttpServer(uvicorn.Server):
         self.servers = []
         # uvicorn's own task could fail unseen, wakes ten times a second, and counts a connection only after its
         # TLS handshake.
-        self._dating = tasks.start("http date", self._date)
+        self._date_task = tasks.start("http date", self._date)
         self._watch_port()
 
     def drain(self) -> None:
@@ -100,7 +100,7 @@ class HttpServer(uvicorn.Server):
     async def stop(self) -> None:
         """Close the port and end everything that still runs."""
         self._close_port()
-        for task in (self._dating, *self._opening):
+        for task in (self._date_task, *self._opening):
             if task:
                 task.cancel()
         if self.server_state.connections or self.server_state.tasks:
