@@ -69,6 +69,7 @@ def look_again(request: RequestContext, late_s: float) -> RequestEvent:
 def leave_silent_decode_worker(request: RequestContext, late_s: float) -> RequestEvent | None:
     """Return SILENCE if another decode worker could take the request from the one that does not answer."""
     silent, router = request.attempt.decode, request.router
+    assert silent is not None  # it was asked for credit
 
     def has_other() -> bool:
         return router.has_worker("decode", exclude={silent.worker_id}, trusted_only=True)
