@@ -15,6 +15,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from baton.service.observe import telemetry
+from baton.service.security.collector import collector_endpoint
 from baton.service.settings import flat_fields
 from baton.worker.settings import WorkerSettings
 from gateway.config.settings import GatewaySettings
@@ -130,12 +131,13 @@ def test_the_cuda_image_has_flash_attention_of_the_version_that_is_told():
 
 
 @pytest.mark.parametrize("service", OURS)
-def test_every_variable_is_read_by_the_code(service):
+def test_every_variable_is_read_by_the_code(service, monkeypatch):
     names = set(flat_fields(settings_of(service)))
-    telemetry_source = Path(telemetry.__file__).read_text()
     for name in SERVICES[service]["environment"]:
         known = name.startswith("BATON_") and name.removeprefix("BATON_").lower() in names
-        assert known or OTHERS.fullmatch(name) or f'"{name}"' in telemetry_source, name
+        monkeypatch.setenv(name, "http://collector")
+        assert known or OTHERS.fullmatch(name) or collector_endpoint("TRACES") == "http://collector", name
+        monkeypatch.delenv(name)
 
 
 def test_every_variable_of_the_shell_has_a_default_that_env_repeats():

@@ -275,7 +275,7 @@ from tests.support.kvtransfer.cuda_stand_in import Host
 from tests.support.kvtransfer.gpu import Gpu
 from tests.support.kvtransfer.rig import IDENTITY, NUM_BLOCKS, layout, span_hashes
 from kvtransfer.transports.endpoints import Address
-from kvtransfer.layout import BlockRef
+from kvtransfer.layout import BlockRef, PromptKV
 from kvtransfer.memory.region import Region
 from kvtransfer.transfer.local_pool import LocalPool
 from kvtransfer.transfer.source import Source
