@@ -14,8 +14,8 @@ import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from baton.service.net.collector import collector_endpoint
 from baton.service.observe import telemetry
-from baton.service.security.collector import collector_endpoint
 from baton.service.settings import flat_fields
 from baton.worker.settings import WorkerSettings
 from gateway.config.settings import GatewaySettings

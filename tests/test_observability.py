@@ -7,7 +7,7 @@ import re
 import pytest
 import yaml
 
-from baton.service.security.collector import collector_endpoint
+from baton.service.net.collector import collector_endpoint
 from gateway.observe.access_log import line
 from gateway.request.timing import PHASES
 from tests.support.gateway.records import ANSWERED, record

@@ -3,7 +3,7 @@
 import grpc
 
 from baton.service.clock import now
-from baton.service.security.collector import collector_endpoint
+from baton.service.net.collector import collector_endpoint
 from baton.v1 import fleet_pb2 as pb
 from gateway.catalog.catalog import Catalog
 from gateway.catalog.model_version import ModelVersion

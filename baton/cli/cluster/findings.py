@@ -14,8 +14,8 @@ import grpc
 from baton.addresses import AddressError, split_address
 from baton.service.logs import printable
 from baton.service.net.client import certificate_end, connect, wrong_access
+from baton.service.net.collector import collector_credentials
 from baton.service.security.access import Access
-from baton.service.security.collector import collector_credentials
 from baton.service.security.tls import end_of
 from baton.v1 import fleet_pb2
 from baton.v1 import worker_pb2 as pb

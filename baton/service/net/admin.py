@@ -23,7 +23,8 @@ _HEADERS = (("Cache-Control", "no-store"), ("X-Content-Type-Options", "nosniff")
 
 
 class Page(NamedTuple):
-    """A page: `make` computes it from its form, everything that it depends on, which `form` reads from a request."""
+    """A page of the admin port. `form` reads from a request all that the page depends on; `make` computes it from
+    that."""
 
     make: Callable[[Any], Response]
     form: Callable[[Request], Hashable] = lambda request: None

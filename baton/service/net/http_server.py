@@ -21,6 +21,7 @@ _STOP_S = 1
 _PORT_SHARE = 6  # of the descriptors; gRPC's ports take a third each
 _DATE_S = 1.0  # between two looks at the clock
 _BACKLOG = 2048
+_ACCEPTS_A_TURN = 16  # of the event loop: streams do not wait for a flood of connections
 _ACCEPT_PAUSE_S = 0.05  # where there are no descriptors left
 _M_MMAP_THRESHOLD, _MAPPED_BYTES = -3, 128 << 10  # glibc's default, before it adapts
 
@@ -87,7 +88,7 @@ class HttpServer(uvicorn.Server):
         another process."""
         self.is_draining = True
         if self._is_open:
-            self._accept()  # those that wait, which would be reset otherwise
+            self._accept(_BACKLOG)  # those that wait, which would be reset otherwise
             self._close_port()
         for connection in self._connections:
             connection.drain()
@@ -129,11 +130,11 @@ class HttpServer(uvicorn.Server):
     def _is_open(self) -> bool:
         return self._listener.fileno() >= 0
 
-    def _accept(self) -> None:
-        """Accept the connections that wait. The loop calls this, and logs what it raises: a connection that was only in
-        the future of a task would be lost with the task."""
+    def _accept(self, most: int = _ACCEPTS_A_TURN) -> None:
+        """Accept connections that wait, `most` of them. The loop calls this, and logs what it raises: a connection that
+        was only in the future of a task would be lost with the task."""
         try:
-            for _ in range(_BACKLOG):
+            for _ in range(most):
                 self._admit(self._listener.accept()[0])
         except BlockingIOError:
             pass

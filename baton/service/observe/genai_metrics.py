@@ -8,8 +8,8 @@ import logging
 import os
 from typing import Any
 
+from baton.service.net.collector import collector_endpoint
 from baton.service.observe.telemetry import EXPORT_TIMEOUT_S, FLUSH_S, exporter_options, within
-from baton.service.security.collector import collector_endpoint
 
 INTERVAL_MS = 5000
 DURATION_BUCKETS = tuple(0.01 * 2**n for n in range(14))

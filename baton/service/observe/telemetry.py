@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from baton.service.security.collector import Signal, collector_credentials, collector_endpoint
+from baton.service.net.collector import Signal, collector_credentials, collector_endpoint
 
 if TYPE_CHECKING:
     from baton.service.observe.span_sender import SpanSender

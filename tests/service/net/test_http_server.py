@@ -2,6 +2,7 @@
 
 import asyncio
 import errno
+import itertools
 import socket
 
 import pytest
@@ -77,3 +78,18 @@ async def test_a_server_that_could_not_accept_goes_on(monkeypatch, caplog, failu
     assert (await answered(socket.create_connection(("127.0.0.1", server.port)))).startswith(b"HTTP/1.1 200")
     await server.stop()
     assert not failures and is_logged == any(record.exc_info for record in caplog.records)
+
+
+async def test_a_flood_of_connections_leaves_each_turn_of_the_loop_to_others(monkeypatch):
+    server, admitted, admit = started(), [], HttpServer._admit
+    monkeypatch.setattr(HttpServer, "_admit", lambda self, connection: (admitted.append(0), admit(self, connection)))
+    clients = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(40)]
+    numbers = [0]
+    while numbers[-1] < len(clients):
+        await asyncio.sleep(0)
+        numbers.append(len(admitted))
+    assert max(after - before for before, after in itertools.pairwise(numbers)) <= 16
+    assert (await answered(clients[-1])).startswith(b"HTTP/1.1 200")
+    for client in clients:
+        client.close()
+    await server.stop()

@@ -10,9 +10,9 @@ from typing import Any, ClassVar, cast
 
 import pytest
 
+from baton.service.net.collector import collector_endpoint
 from baton.service.observe import genai_metrics, telemetry
 from baton.service.observe.telemetry import TraceContext
-from baton.service.security.collector import collector_endpoint
 from tests.support.observe.otlp import Receiver
 from tests.support.pace import patience
 
