@@ -22,8 +22,8 @@ import torch
 from baton.engine.core.config import EngineConfig
 from baton.engine.engine import Engine
 from bench.lib.report import Report, finish, start
-from tests.support.engine.folders import make_folder
 from tests.support.engine.toys import make_request, run
+from tests.support.model_folders.families import make_folder
 
 LENGTHS = (1024, 2048, 4096, 8192)
 LAYERS = 10

@@ -15,8 +15,8 @@ from baton.constraints.constraint import BadConstraint, Constraint
 from baton.constraints.grammar import Vocabulary
 from baton.engine.core.request import FinishReason, Request
 from tests.engine.speculation.test_equality import check_same, serve
-from tests.support.engine.draft_models import load
 from tests.support.engine.toys import check_handed_over, hand_over, make_request
+from tests.support.model_folders.draft_models import load
 
 MODEL = Path(__file__).resolve().parents[2] / "demo" / "target"
 TOKENIZER = Tokenizer.from_file(str(MODEL / "tokenizer.json"))

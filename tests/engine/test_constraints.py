@@ -23,10 +23,10 @@ from baton.engine.schedule.states import GroupState
 from baton.engine.speculation.control import controller
 from baton.sampling_params import SamplingParams
 from tests.engine.speculation.test_equality import check_empty, check_same, num_accepted, serve
-from tests.support.engine.draft_models import VOCAB, load, make_folders, mixed
-from tests.support.engine.folders import make_adapter, make_folder
 from tests.support.engine.toys import Collector, check_handed_over, hand_over, make_request, run
 from tests.support.gateway.vocabularies import END, byte_vocabulary
+from tests.support.model_folders.draft_models import VOCAB, load, make_folders, mixed
+from tests.support.model_folders.families import make_adapter, make_folder
 from tests.support.pace import patience
 
 TOKENIZER_JSON = byte_vocabulary(only='{}[]":,0123456789.-+abcdefghijlnorstuxyE \n', words=("true", "false", "null"))

@@ -16,8 +16,8 @@ from baton.engine.engine import Engine
 from baton.engine.ranks.spawn import OwnMemory
 from baton.engine.start_line import start_details, start_line
 from kvtransfer.layout import NumericsClass
-from tests.support.engine.folders import save_tiny
 from tests.support.engine.toys import Collector, check_handed_over, hand_over, make_request, run
+from tests.support.model_folders.families import save_tiny
 
 VOCAB = 256
 

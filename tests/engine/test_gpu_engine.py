@@ -7,7 +7,7 @@ from baton.engine.core.config import EngineConfig
 from baton.engine.engine import Engine
 from baton.engine.start_line import start_line
 from tests.support import bare
-from tests.support.engine.folders import make_folder, random_ids
+from tests.support.model_folders.families import make_folder, random_ids
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")]
 SAMPLED = dict(temperature=0.8, seed=7)

@@ -22,7 +22,7 @@ from baton.engine.layers.linear.packed import ARGUMENTS, PackedLinear
 from baton.engine.native import build, compiler
 from baton.engine.native.tier import TIERS as ALL_TIERS
 from baton.engine.native.tier import available, missing, tiers_for, tiers_of
-from tests.support.engine.weight_forms import FORMS
+from tests.support.model_folders.weight_forms import FORMS
 from tests.support.pace import patience
 from tests.support.process import ROOT
 

@@ -7,9 +7,9 @@ from transformers import AutoModel, LlamaForCausalLM
 from baton.engine.core.model_errors import ModelError
 from baton.engine.core.pooling import Pooling, PoolingParams
 from tests.engine.test_engine import VOCAB, load, prompt
-from tests.support.engine import published
-from tests.support.engine.folders import make_folder, save_tiny
 from tests.support.engine.toys import make_request, run
+from tests.support.model_folders import quantized_folders
+from tests.support.model_folders.families import make_folder, save_tiny
 
 PROMPTS = {"long": prompt(150, 1), "short": prompt(5, 2), "one": [7], "spans": prompt(128, 3)}
 
@@ -70,12 +70,12 @@ def test_a_folder_without_a_head_that_is_not_tied(tmp_path, quantization):
     make_folder(tmp_path, "qwen3")
     requests = [request_for([5, 6, 7] * 9, pooling) for pooling in Pooling]
     whole = embed(load(tmp_path, quantization=quantization), *requests)
-    published.change_tensors(tmp_path, lambda tensors: tensors.pop("lm_head.weight"))
+    quantized_folders.change_tensors(tmp_path, lambda tensors: tensors.pop("lm_head.weight"))
     told = "tensor lm_head.weight is missing: the model has no output head; to serve .* set tie_word_embeddings"
     with pytest.raises(ModelError, match=told) as error:
         load(tmp_path, quantization=quantization)
     assert "\n" not in str(error.value)
-    published.change_config(tmp_path, tie_word_embeddings=True)
+    quantized_folders.change_config(tmp_path, tie_word_embeddings=True)
     assert embed(load(tmp_path, quantization=quantization), *requests) == whole
 
 

@@ -9,8 +9,8 @@ from transformers import LlamaForCausalLM
 from baton.engine.core.request import TokenLogprobs
 from baton.engine.sampling.sampler import PROMPT_ROWS
 from tests.engine.test_engine import VOCAB, load, prompt
-from tests.support.engine.folders import save_tiny
 from tests.support.engine.toys import Collector, hand_over, make_request, run
+from tests.support.model_folders.families import save_tiny
 
 PROMPT = prompt(150, 1)
 

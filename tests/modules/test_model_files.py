@@ -12,9 +12,9 @@ from baton.engine.models.registry import read_spec
 from baton.service.settings import SettingsError
 from baton.worker.hello import tokenizer_digest
 from gateway.model.model_file import read_model
-from tests.support.engine.folders import make_adapter, make_folder
-from tests.support.gateway.gguf_metadata import metadata, write
 from tests.support.gateway.small_tokenizers import byte_level
+from tests.support.gguf.metadata import metadata, write
+from tests.support.model_folders.families import make_adapter, make_folder
 
 POINTER = f"version https://git-lfs.github.com/spec/v1\noid sha256:{'0' * 64}\nsize 1234567\n"
 WAYS = {

@@ -21,8 +21,8 @@ from baton.planning.stored_form import StoredForm
 from baton.planning.workload import drawn_entries
 from baton.service.slo import Slo
 from tests.chart.rendering import container, named, render
-from tests.support.engine.folders import tiny
-from tests.support.engine.gguf_files import write_gguf
+from tests.support.gguf.model_files import write_gguf
+from tests.support.model_folders.families import tiny
 from tests.support.models import make_model
 
 TARGET = Path(__file__).resolve().parents[2] / "demo" / "target"

@@ -25,9 +25,9 @@ from baton.planning.efficiency import EXTRAPOLATED, shipped
 from baton.planning.step_time import StepTimes
 from baton.planning.stored_form import StoredForm, WeightOnGpu, norm_bytes
 from baton.planning.virtual_engine import StepPieces
-from tests.support.engine import published
-from tests.support.engine.gguf_files import write_gguf
-from tests.support.engine.weight_forms import FORMS
+from tests.support.gguf.model_files import write_gguf
+from tests.support.model_folders import quantized_folders
+from tests.support.model_folders.weight_forms import FORMS
 from tests.support.models import make_model
 from tests.support.native.ranked import collectives_of
 
@@ -70,8 +70,8 @@ def check(folder) -> StoredForm:
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_a_worker_has_the_bytes_of_the_plan(name, tmp_path):
     writer, options = PUBLISHED[name]
-    published.dense_folder(tmp_path, *(["qwen2"] if writer == "awq" else []), num_attention_heads=4)
-    getattr(published, f"write_{writer}")(tmp_path, **options)
+    quantized_folders.dense_folder(tmp_path, *(["qwen2"] if writer == "awq" else []), num_attention_heads=4)
+    getattr(quantized_folders, f"write_{writer}")(tmp_path, **options)
     check(tmp_path)
 
 
@@ -88,7 +88,7 @@ def test_what_baton_quantizes(scheme, tmp_path):
 @pytest.mark.parametrize("family", ["llama3", "llama3.2-tied"])
 @pytest.mark.parametrize("kind", [GGMLType.F16, GGMLType.Q8_0, GGMLType.Q4_0, GGMLType.Q6_K])
 def test_a_gguf_file(kind, family, tmp_path):
-    model = published.dense_folder(tmp_path, family, **BIG)
+    model = quantized_folders.dense_folder(tmp_path, family, **BIG)
     path = tmp_path / "model.gguf"
     write_gguf(path, model, lambda name: kind)
     check(path)
@@ -101,8 +101,8 @@ def test_a_gguf_file(kind, family, tmp_path):
 @pytest.mark.parametrize("name", ["gptq asymmetric, act-order", "fp8 in blocks"])
 def test_a_rank_has_the_bytes_of_the_plan(name, tmp_path):
     writer, options = PUBLISHED[name]
-    published.dense_folder(tmp_path, num_attention_heads=4)
-    getattr(published, f"write_{writer}")(tmp_path, **options)
+    quantized_folders.dense_folder(tmp_path, num_attention_heads=4)
+    getattr(quantized_folders, f"write_{writer}")(tmp_path, **options)
     form, config = StoredForm(read_spec(tmp_path), MACHINE), EngineConfig(tmp_path, dtype="bf16")
     assert form.held(2).kernel_bytes == load_model(config, CPU, collectives_of(2)[0]).weights.num_bytes
     with pytest.raises(ModelError, match="tensor_parallel 8"):
@@ -122,7 +122,7 @@ def test_of_modules_that_are_stored_alike_one_is_read(tmp_path, monkeypatch):
 
 def test_modules_of_two_groups_are_not_alike_though_their_tensors_are(tmp_path):
     """int8 by rows, whose activations one group rounds and the other does not."""
-    published.dense_folder(tmp_path)
+    quantized_folders.dense_folder(tmp_path)
     weights = dict(num_bits=8, type="int", strategy="channel", symmetric=True)
     rounded = dict(num_bits=8, type="int", strategy="token", dynamic=True)
     groups = {
@@ -134,7 +134,7 @@ def test_modules_of_two_groups_are_not_alike_though_their_tensors_are(tmp_path):
     def write(weight):
         return dict(weight=torch.ones_like(weight, dtype=torch.int8), weight_scale=torch.ones(len(weight), 1)), weight
 
-    published.rewrite(tmp_path, config, write)
+    quantized_folders.rewrite(tmp_path, config, write)
     assert {"int8", "int8-dynamic"} <= {*str(check(tmp_path)).split("+")}
 
 
@@ -147,8 +147,8 @@ def test_a_weight_on_a_gpu_has_the_bytes_of_its_kernel(name):
 
 
 def test_a_form_of_which_nothing_was_measured_has_the_speeds_of_one_that_computes_alike(tmp_path):
-    published.dense_folder(tmp_path)
-    published.write_fp8(tmp_path, spread="row")
+    quantized_folders.dense_folder(tmp_path)
+    quantized_folders.write_fp8(tmp_path, spread="row")
     spec, known = read_spec(tmp_path), shipped("cpu")
     times = StepTimes(spec, MACHINE, known, StoredForm(spec, MACHINE), "bf16")
     bound = times.bound(StepPieces(((1, 100),), 1))
@@ -158,8 +158,8 @@ def test_a_form_of_which_nothing_was_measured_has_the_speeds_of_one_that_compute
 
 
 def test_fp8_is_expanded_where_a_gpu_does_not_multiply_it(tmp_path):
-    published.dense_folder(tmp_path)
-    published.write_fp8(tmp_path, spread="row")
+    quantized_folders.dense_folder(tmp_path)
+    quantized_folders.write_fp8(tmp_path, spread="row")
     on_h100, on_a100 = (StoredForm(read_spec(tmp_path), GPUS[name]).held() for name in ("H100", "A100"))
     assert on_a100.layer_bytes > 1.5 * on_h100.layer_bytes
     assert (on_h100.computes, on_a100.computes) == ("fp8", "bf16")
@@ -171,13 +171,13 @@ def test_fp8_is_expanded_where_a_gpu_does_not_multiply_it(tmp_path):
 )
 def test_workers_in_fp32_multiply_so_what_no_form_rounds_their_rows_for(name, on_h100, on_cpu, tmp_path):
     writer, options = PUBLISHED[name]
-    published.dense_folder(tmp_path, *(["qwen2"] if writer == "awq" else []), num_attention_heads=4)
-    getattr(published, f"write_{writer}")(tmp_path, **options)
+    quantized_folders.dense_folder(tmp_path, *(["qwen2"] if writer == "awq" else []), num_attention_heads=4)
+    getattr(quantized_folders, f"write_{writer}")(tmp_path, **options)
     spec = read_spec(tmp_path)
     assert [StoredForm(spec, device, "fp32").held().computes for device in (GPUS["H100"], MACHINE)] == [on_h100, on_cpu]
 
 
 def test_a_gguf_file_in_fp32(tmp_path):
     path = tmp_path / "model.gguf"
-    write_gguf(path, published.dense_folder(tmp_path, **BIG), lambda name: GGMLType.Q4_0)
+    write_gguf(path, quantized_folders.dense_folder(tmp_path, **BIG), lambda name: GGMLType.Q4_0)
     assert StoredForm(read_spec(path), GPUS["H100"], "fp32").held().computes == "fp32"

@@ -11,9 +11,9 @@ from baton.engine.core.model_errors import ModelError
 from baton.quantization.calibration import DEFAULT, NUM_SAMPLES, SAMPLE_TOKENS, Prompt, make_samples, read_prompts
 from baton.quantization.core.errors import QuantizeError
 from baton.quantization.quantize import plan, quantize
-from tests.support.engine.folders import make_folder
-from tests.support.engine.hard_models import make_demo_like
 from tests.support.gateway.small_tokenizers import byte_level
+from tests.support.model_folders.families import make_folder
+from tests.support.model_folders.models_hard_to_quantize import make_demo_like
 
 
 @pytest.fixture(scope="module")

@@ -20,8 +20,8 @@ from baton.quantization import quantize as module
 from baton.quantization.core.block import linear_shapes
 from baton.quantization.quantize import plan, quantize
 from baton.quantization.schemes import SCHEMES
-from tests.support.engine.folders import Hand, random_ids
-from tests.support.engine.hard_models import blocks, make_family, samples
+from tests.support.model_folders.families import Hand, random_ids
+from tests.support.model_folders.models_hard_to_quantize import blocks, make_family, samples
 
 PUBLISHED = [name for name in SCHEMES if name != "int8-outlier"]
 IDS = random_ids(40, 7)

@@ -7,7 +7,7 @@ from baton.engine.models.loader import load_model
 from baton.engine.models.registry import read_spec
 from baton.quantization.core.errors import QuantizeError
 from baton.quantization.quantize import plan, quantize
-from tests.support.engine.folders import Hand, make_folder, random_ids
+from tests.support.model_folders.families import Hand, make_folder, random_ids
 
 SIZES = dict(hidden_size=64, intermediate_size=96)
 EXPERTS = dict(moe_intermediate_size=96)

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from baton.engine.core.config import EngineConfig
 from baton.engine.models.loader import load_model
 from baton.quantization import scoring
-from tests.support.engine.folders import make_folder, random_ids
+from tests.support.model_folders.families import make_folder, random_ids
 
 
 @pytest.mark.parametrize("family", ["llama3", "qwen3-next", "granite-4", "mamba2"])

@@ -21,7 +21,7 @@ from baton.worker.session.leg_machine import LegMachine, Table
 from baton.worker.session.table import join_tables
 from baton.worker.settings import WorkerSettings
 from tests.support import bare
-from tests.support.engine.folders import make_folder
+from tests.support.model_folders.families import make_folder
 from tests.support.models import make_model
 from tests.support.worker.doubles import OutboxDouble
 from tests.support.worker.scripted import make_spec, run, taker_of

@@ -7,20 +7,20 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.support.engine import published
+from tests.support.model_folders import quantized_folders
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 def unknown_method(folder: Path) -> Path:
-    published.change_config(folder, quantization_config={"quant_method": "aqlm"})
+    quantized_folders.change_config(folder, quantization_config={"quant_method": "aqlm"})
     return folder
 
 
 def nan_scales(folder: Path) -> Path:
-    published.write_gptq(folder)
+    quantized_folders.write_gptq(folder)
     name = "model.layers.0.mlp.down_proj.scales"
-    published.change_tensors(folder, lambda tensors: tensors[name].fill_(torch.nan))
+    quantized_folders.change_tensors(folder, lambda tensors: tensors[name].fill_(torch.nan))
     return folder
 
 
@@ -39,7 +39,7 @@ def truncated_gguf(folder: Path) -> Path:
     ],
 )
 def test_status_and_message(tmp_path, make, parts):
-    published.dense_folder(tmp_path, tie_word_embeddings=True)
+    quantized_folders.dense_folder(tmp_path, tie_word_embeddings=True)
     (tmp_path / "tokenizer.json").write_text("{}")
     model = make(tmp_path)
     argv = [sys.executable, "-m", "decode_worker", "--model", str(model), "--num-blocks", "20"]

@@ -16,8 +16,8 @@ from tokenizers.processors import TemplateProcessing
 from baton.cli.models import eval as evaluate
 from baton.cli.models import quantize
 from baton.quantization import schemes
-from tests.support.engine.hard_models import make_demo_like
 from tests.support.gateway.small_tokenizers import byte_level
+from tests.support.model_folders.models_hard_to_quantize import make_demo_like
 
 
 @pytest.fixture(scope="module")

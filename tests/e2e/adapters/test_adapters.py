@@ -13,7 +13,7 @@ import transformers
 from baton.v1 import inference_pb2 as pb
 from tests.e2e.conftest import GATEWAY_OPTIONS, OPTIONS
 from tests.support.client import Client, Reply, gather, make_request
-from tests.support.engine.folders import make_adapter
+from tests.support.model_folders.families import make_adapter
 
 PROMPT = "a lazy dog " * 60
 NAMES = ("", "a", "b")

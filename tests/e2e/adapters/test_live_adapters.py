@@ -12,7 +12,7 @@ import transformers
 from baton.v1 import inference_pb2, worker_pb2, worker_pb2_grpc
 from tests.e2e.conftest import GATEWAY_OPTIONS, OPTIONS
 from tests.support.client import Client
-from tests.support.engine.folders import make_adapter
+from tests.support.model_folders.families import make_adapter
 from tests.support.pace import patience
 from tests.support.stack import SLOW_STEPS
 

@@ -10,7 +10,7 @@ from tests.e2e.conftest import GATEWAY_OPTIONS, OPTIONS
 from tests.e2e.recovery.test_recovery import decoding_at
 from tests.support import bare
 from tests.support.client import Client, gather
-from tests.support.engine.folders import make_folder
+from tests.support.model_folders.families import make_folder
 from tests.support.observe.probe import Probe
 from tests.support.pace import patience
 from tests.support.stack import SLOW_STEPS, Stack

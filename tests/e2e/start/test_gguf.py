@@ -8,8 +8,8 @@ from tokenizers import Tokenizer
 
 from baton.v1 import inference_pb2 as pb
 from tests.support.client import Client
-from tests.support.engine.gguf_files import write_gguf
-from tests.support.gateway.gguf_vocabulary import add_vocabulary
+from tests.support.gguf.model_files import write_gguf
+from tests.support.gguf.vocabulary import add_vocabulary
 from tests.support.stack import Stack
 
 SHIPPED = Path(__file__).resolve().parents[3] / "demo" / "target"

@@ -6,15 +6,15 @@ import pytest
 import torch
 
 from tests.e2e.start.test_start_errors import assert_one_line
-from tests.support.engine import published
+from tests.support.model_folders import quantized_folders
 
 PROJECTION = "model.layers.1.mlp.up_proj"
 
 
 @pytest.fixture
 def gptq(model, tmp_path):
-    published.dense_folder(tmp_path)
-    published.write_gptq(tmp_path)
+    quantized_folders.dense_folder(tmp_path)
+    quantized_folders.write_gptq(tmp_path)
     shutil.copy(model / "tokenizer.json", tmp_path)
     return tmp_path
 
@@ -31,7 +31,7 @@ def test_a_tensor_that_is_wrong(start, gptq, part, value, words):
         else:
             tensors[name][0, 0] = value
 
-    published.change_tensors(gptq, change)
+    quantized_folders.change_tensors(gptq, change)
     status, stderr = start("decode_worker", "--model", str(gptq), "--listen", "127.0.0.1:0")
     assert status == 2
     assert_one_line(stderr, str(gptq / "model.safetensors"), name, words)

@@ -11,8 +11,8 @@ from baton.engine.core.config import EngineConfig
 from baton.engine.core.model_errors import ModelError
 from baton.engine.core.request import Refusal
 from baton.engine.engine import Engine
-from tests.support.engine.folders import make_adapter, make_folder, random_ids
 from tests.support.engine.toys import make_request, run
+from tests.support.model_folders.families import make_adapter, make_folder, random_ids
 
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 MLP = ["gate_proj", "up_proj", "down_proj"]

@@ -12,8 +12,8 @@ from baton.engine.core.config import EngineConfig
 from baton.engine.engine import Engine
 from baton.engine.parallel.adapters import HeldAdapters, SentAdapters
 from tests.engine.adapters.test_lora import ATTENTION, TARGETS
-from tests.support.engine.folders import make_adapter, make_folder, random_ids
 from tests.support.engine.toys import make_request, run
+from tests.support.model_folders.families import make_adapter, make_folder, random_ids
 
 pytestmark = pytest.mark.usefixtures("forked_ranks")
 needs_native = pytest.mark.skipif(native.library() is None, reason=native.unavailable() or "there")

@@ -28,8 +28,8 @@ from baton.engine.models import decoder
 from baton.engine.models.loader import load_model
 from baton.engine.models.registry import read_spec
 from tests.engine.adapters.test_lora import ATTENTION, MLP, PROMPT, identities, load
-from tests.support.engine.folders import make_adapter, make_folder
 from tests.support.engine.toys import make_request, run
+from tests.support.model_folders.families import make_adapter, make_folder
 
 
 class Shelf:

@@ -9,7 +9,14 @@ from baton.engine.attention.flash import unfit_rows
 from baton.engine.attention.selection import BACKENDS, choose
 from baton.engine.core.batch import SeqSlice
 from baton.engine.kv.stored_forms import STORED
-from tests.support.engine.attention_step import CAPPED, assert_close_to_exact, attended, batch_of, one_step, with_sinks
+from tests.support.engine.attention.attention_step import (
+    CAPPED,
+    assert_close_to_exact,
+    attended,
+    batch_of,
+    one_step,
+    with_sinks,
+)
 
 WINDOW = 40
 CPU_BACKENDS = ("native", "sdpa", "reference")  # test_attention_triton.py and test_attention_flash.py have the others

@@ -11,8 +11,8 @@ from baton.engine.attention import flash
 from baton.engine.attention.base import AttentionShape
 from baton.engine.attention.selection import BACKENDS, NOT_EXACT, choose
 from baton.engine.core.batch import SeqTable
-from tests.support.engine import flash_stand_in
-from tests.support.engine.attention_step import CAPPED, assert_close_to_exact, attended, batch_of, one_step
+from tests.support.engine.attention import flash_stand_in
+from tests.support.engine.attention.attention_step import CAPPED, assert_close_to_exact, attended, batch_of, one_step
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 FLASH = ("flash", "flash3", "flash4")

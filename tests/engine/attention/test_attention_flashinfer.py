@@ -8,8 +8,8 @@ import torch
 
 from baton.engine.attention.base import AttentionShape
 from baton.engine.attention.selection import BACKENDS, NOT_EXACT, choose
-from tests.support.engine import flashinfer_stand_in
-from tests.support.engine.attention_step import CAPPED, assert_close_to_exact, one_step
+from tests.support.engine.attention import flashinfer_stand_in
+from tests.support.engine.attention.attention_step import CAPPED, assert_close_to_exact, one_step
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 MIXED = [(1, 1), (1, 300), (20, 200), (1, 256), (3, 700)]

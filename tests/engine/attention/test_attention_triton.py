@@ -15,7 +15,14 @@ from baton.engine.attention.triton_paged import FIXED_SPLIT, Launch, TritonAtten
 from baton.engine.core.batch import SeqSlice, SeqTable
 from baton.engine.kv.stored_forms import STORED
 from kvtransfer.layout import KVGroup
-from tests.support.engine.attention_step import CAPPED, assert_close_to_exact, attended, batch_of, one_step, with_sinks
+from tests.support.engine.attention.attention_step import (
+    CAPPED,
+    assert_close_to_exact,
+    attended,
+    batch_of,
+    one_step,
+    with_sinks,
+)
 
 WINDOW = 40
 TRITON = ("triton", "triton-fast")

@@ -23,8 +23,8 @@ from baton.engine.core.device import (
 from baton.engine.engine import Engine
 from baton.engine.execute import build
 from baton.engine.weights.formats.placed import placed
-from tests.support.engine.folders import make_folder
-from tests.support.engine.weight_forms import FORMS
+from tests.support.model_folders.families import make_folder
+from tests.support.model_folders.weight_forms import FORMS
 
 without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
 H200 = Memory(total=140 * GIB, free=138 * GIB, ours=2 * GIB)

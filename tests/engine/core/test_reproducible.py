@@ -10,7 +10,7 @@ from baton.engine.engine import Engine
 from baton.engine.models import decoder
 from kvtransfer.compatible import MIXED, relation
 from kvtransfer.errors import LayoutMismatch
-from tests.support.engine.folders import make_few_heads
+from tests.support.model_folders.families import make_few_heads
 
 
 def test_workers_whose_code_differs_are_told_apart(tmp_path, monkeypatch):

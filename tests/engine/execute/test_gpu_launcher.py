@@ -28,8 +28,8 @@ from baton.engine.execute.watermark import LayerEvents
 from baton.engine.parallel.collectives import RankLost
 from baton.engine.sampling.on_device import DeviceSampler
 from tests.engine.execute.test_graphs import compute_again
-from tests.support.engine.folders import make_few_heads, random_ids
 from tests.support.engine.toys import make_request, run, toy_engine
+from tests.support.model_folders.families import make_few_heads, random_ids
 
 pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="the real device is tested by test_gpu_engine.py"),

@@ -21,7 +21,7 @@ from baton.engine.execute.inputs import StepInputs, StepShape, StepViews
 from baton.engine.kv.pool import KVPool
 from baton.engine.models.loader import load_model
 from kvtransfer.layout import KVLayout
-from tests.support.engine.folders import make_few_heads, random_ids
+from tests.support.model_folders.families import make_few_heads, random_ids
 
 DEVICE = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
 pytestmark = pytest.mark.skipif(

@@ -17,8 +17,8 @@ from baton.engine.execute import multi_step
 from baton.engine.schedule.inbox import Stop
 from baton.engine.speculation.control import controller
 from tests.engine.sampling.sample_rows import any_params
-from tests.support.engine.folders import make_adapter, make_folder, save_tiny
 from tests.support.engine.toys import Collector, make_request, run
+from tests.support.model_folders.families import make_adapter, make_folder, save_tiny
 
 VOCAB = 256
 

@@ -10,8 +10,8 @@ from baton.engine.core.shared_cores import SharedCores
 from baton.engine.engine import Engine
 from baton.engine.execute import multi_step, thread_count
 from baton.engine.execute.thread_count import LAST_INTERVAL, MAX_ROWS, ThreadCount
-from tests.support.engine.folders import save_tiny
 from tests.support.engine.toys import make_request, run
+from tests.support.model_folders.families import save_tiny
 
 
 @pytest.fixture(autouse=True)

@@ -6,8 +6,8 @@ from baton.engine.core.config import EngineConfig
 from baton.engine.core.request import Progress
 from baton.engine.engine import Engine
 from baton.engine.execute import watermark
-from tests.support.engine.folders import make_folder, random_ids
 from tests.support.engine.toys import make_request
+from tests.support.model_folders.families import make_folder, random_ids
 
 
 @pytest.fixture

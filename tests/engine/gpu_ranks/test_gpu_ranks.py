@@ -33,9 +33,9 @@ from baton.engine.sampling.on_device import sampler_on
 from baton.training.heads.heads import export_heads, new_heads
 from baton.training.heads.target import FrozenTarget
 from tests.engine.adapters.test_lora import ATTENTION, TARGETS
-from tests.engine.gpu_ranks.cpu_as_gpu import MEMORY, compute_again, stand_in
-from tests.support.engine.folders import make_adapter, make_few_heads, make_folder, random_ids
+from tests.support.engine.cpu_as_gpu import MEMORY, compute_again, stand_in
 from tests.support.engine.toys import make_request, run
+from tests.support.model_folders.families import make_adapter, make_few_heads, make_folder, random_ids
 from tests.support.native.ranked import lose_last_rank
 
 pytestmark = [
@@ -50,7 +50,7 @@ CPU = torch.device("cpu")
 @pytest.fixture
 def devices(monkeypatch):
     stand_in(monkeypatch.setattr)
-    monkeypatch.setattr(build, "PROGRAM", "tests.engine.gpu_ranks.cpu_as_gpu")
+    monkeypatch.setattr(build, "PROGRAM", "tests.support.engine.cpu_as_gpu")
     monkeypatch.setattr(build, "devices_for", lambda config: [CPU] * config.num_ranks)
 
 

@@ -8,7 +8,7 @@ from baton.engine.core.config import EngineConfig
 from baton.engine.engine import Engine
 from baton.engine.gpu_ranks.build import devices_for, load_on_gpus
 from tests.support import bare
-from tests.support.engine.folders import make_folder, random_ids
+from tests.support.model_folders.families import make_folder, random_ids
 
 
 def config_of(folder, degree: int, **options) -> EngineConfig:

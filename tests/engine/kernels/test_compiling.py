@@ -19,7 +19,7 @@ from baton.engine import kernels
 from baton.engine.core.config import EngineConfig
 from baton.engine.engine import Engine
 from baton.engine.kernels.compiling import CompileWatch
-from tests.support.engine.folders import make_folder
+from tests.support.model_folders.families import make_folder
 
 without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
 

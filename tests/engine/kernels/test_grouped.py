@@ -17,8 +17,8 @@ from baton.engine.layers.activation import clamped_swiglu
 from baton.engine.models import loader
 from baton.engine.weights.formats.placed import placed
 from baton.engine.weights.forms import DenseWeight
-from tests.support.engine.folders import Hand, make_folder, random_ids
-from tests.support.engine.weight_forms import FORMS
+from tests.support.model_folders.families import Hand, make_folder, random_ids
+from tests.support.model_folders.weight_forms import FORMS
 
 DEVICE = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
 pytestmark = pytest.mark.skipif(

@@ -10,7 +10,7 @@ from baton.engine.kv.stored_forms import STORED
 from baton.engine.layers.norm import RMSNorm
 from baton.engine.layers.rope import Rope
 from kvtransfer.layout import KVGroup, KVLayout
-from tests.support.engine.attention_step import on_device
+from tests.support.engine.attention.attention_step import on_device
 
 H, HKV, LAYER, EPS = 3, 2, 1, 1e-6
 SLOTS = [3, 33, 16]

@@ -15,8 +15,8 @@ from baton.engine.adapters.adapters import Adapter
 from baton.engine.core.batch import AdapterRows
 from baton.engine.core.config import EngineConfig
 from baton.engine.engine import Engine
-from tests.support.engine.folders import make_adapter, make_folder, random_ids
 from tests.support.engine.toys import make_request, run
+from tests.support.model_folders.families import make_adapter, make_folder, random_ids
 
 DEVICE = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
 pytestmark = pytest.mark.skipif(

@@ -16,7 +16,7 @@ from baton.engine.engine import Engine
 from baton.engine.kernels import sums
 from baton.engine.models import decoder
 from kvtransfer.compatible import EXACT, MIXED, gives, relation
-from tests.support.engine.folders import make_few_heads
+from tests.support.model_folders.families import make_few_heads
 
 
 def name_with(folder, name, old, new) -> str:

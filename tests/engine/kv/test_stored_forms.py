@@ -15,8 +15,8 @@ from baton.engine.kv.pool import KVPool
 from baton.engine.kv.stored_forms import STORED, decode, encode
 from baton.engine.models.loader import load_model
 from kvtransfer.layout import KV_FORMS, KVGroup, KVLayout
-from tests.support.engine.folders import Hand, make_folder, random_ids
 from tests.support.engine.toys import make_request, run
+from tests.support.model_folders.families import Hand, make_folder, random_ids
 
 QUANTIZED = ("fp8_e4m3", "fp8_e5m2", "int8", "int4")
 KERNELS = {"native": ("auto", "auto"), "torch": ("sdpa", "dense")}  # attention, linear

@@ -20,8 +20,8 @@ from baton.engine.start_line import start_line
 from baton.system import PAGE
 from kvtransfer.layout import KVGroup, KVLayout
 from kvtransfer.memory.region import Region
-from tests.support.engine.folders import make_folder
 from tests.support.engine.toys import make_request, run
+from tests.support.model_folders.families import make_folder
 
 DOC = Path(__file__).parents[3] / "docs" / "models.md"
 WHOLE, PART = 32, 24  # of a block, as if in bytes

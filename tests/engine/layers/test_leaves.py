@@ -9,7 +9,7 @@ from baton.engine.layers.linear.dense import DenseLinear
 from baton.engine.layers.linear.packed import PackedLinear
 from baton.engine.layers.linear.quantized import QuantizedLinear
 from baton.engine.weights.leaves import combined, inputs_of, leaves_of
-from tests.support.engine.weight_forms import FORMS, dense_weight, fp8_weight, int_weight, reference
+from tests.support.model_folders.weight_forms import FORMS, dense_weight, fp8_weight, int_weight, reference
 
 native = pytest.mark.skipif(bool(packed.unavailable()), reason=packed.unavailable() or "there")
 BF16, FP32 = torch.bfloat16, torch.float32

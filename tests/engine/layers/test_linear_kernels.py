@@ -12,7 +12,7 @@ from baton.engine.layers.linear.packed import PackedLinear
 from baton.engine.layers.linear.panels import pack
 from baton.engine.layers.linear.quantized import QuantizedLinear
 from baton.engine.weights.forms import IntWeight
-from tests.support.engine.weight_forms import FORMS, dense_weight, int_weight, reference
+from tests.support.model_folders.weight_forms import FORMS, dense_weight, int_weight, reference
 
 native = pytest.mark.skipif(bool(packed.unavailable()), reason=packed.unavailable() or "there")
 fbgemm = pytest.mark.skipif(

@@ -20,8 +20,8 @@ from baton.engine.layers.norm import RMSNorm
 from baton.engine.models.loader import load_model
 from baton.engine.weights.forms import DenseWeight
 from kvtransfer.layout import KVGroup, KVLayout
-from tests.support.engine.folders import Hand, make_folder, random_ids
-from tests.support.engine.weight_forms import FORMS, dense_weight
+from tests.support.model_folders.families import Hand, make_folder, random_ids
+from tests.support.model_folders.weight_forms import FORMS, dense_weight
 
 ROWS = (1, 2, 7, 9, 64, 512)
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}

@@ -17,8 +17,8 @@ from baton.engine.models.registry import read_spec
 from baton.engine.weights.formats.base import DenseFormat
 from baton.engine.weights.formats.placed import PlacedSource
 from baton.engine.weights.formats.registry import open_source
-from tests.support.engine.folders import Hand, make_folder, random_ids
-from tests.support.engine.weight_forms import dense_weight
+from tests.support.model_folders.families import Hand, make_folder, random_ids
+from tests.support.model_folders.weight_forms import dense_weight
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 native = pytest.mark.skipif(bool(packed.unavailable()), reason=packed.unavailable() or "there")

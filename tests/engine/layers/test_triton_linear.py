@@ -23,7 +23,7 @@ from baton.engine.layers.linear.triton import GpuLinear
 from baton.engine.weights.forms import DenseWeight, pack_int4
 from baton.engine.weights.leaves import combined, inputs_of, leaves_of
 from baton.engine.weights.on_gpu import levels_of, packed_by, unfit_on_gpu
-from tests.support.engine.weight_forms import FORMS, dense_weight, int_weight, reference
+from tests.support.model_folders.weight_forms import FORMS, dense_weight, int_weight, reference
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 pytestmark = pytest.mark.skipif(

@@ -11,7 +11,15 @@ import transformers
 from baton.engine.core.config import EngineConfig
 from baton.engine.core.model_errors import ModelError
 from baton.engine.models.loader import load_model
-from tests.support.engine.folders import FAMILIES, ONE_OF_EACH_CLASS, SMALL, Hand, config_class, random_ids, randomize
+from tests.support.model_folders.families import (
+    FAMILIES,
+    ONE_OF_EACH_CLASS,
+    SMALL,
+    Hand,
+    config_class,
+    random_ids,
+    randomize,
+)
 
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("one_thread")]
 ACTIVATIONS = {"gelu_pytorch_tanh", "relu", "relu2", "silu"}

@@ -10,8 +10,8 @@ from baton.engine.core.config import EngineConfig
 from baton.engine.core.model_errors import ModelError
 from baton.engine.engine import Engine
 from baton.engine.models.loader import load_model
-from tests.support.engine.folders import Hand, make_folder, random_ids
 from tests.support.engine.toys import make_request, run
+from tests.support.model_folders.families import Hand, make_folder, random_ids
 
 IDS = random_ids(40, 3)
 

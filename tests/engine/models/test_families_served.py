@@ -1,5 +1,5 @@
 """What every family walks through: batched and chunked, from the cache, preempted, handed over, migrated and
-speculated, bit for bit as alone. A family joins by its line in tests/support/engine/folders.py."""
+speculated, bit for bit as alone. A family joins by its line in tests/support/model_folders/families.py."""
 
 import random
 from dataclasses import replace
@@ -8,8 +8,8 @@ import pytest
 
 from baton.engine.core.config import EngineConfig
 from baton.engine.engine import Engine
-from tests.support.engine.folders import SERVED, VARIANTS, make_folder, random_ids
 from tests.support.engine.toys import Collector, check_handed_over, hand_over, make_request, run
+from tests.support.model_folders.families import SERVED, VARIANTS, make_folder, random_ids
 
 GIVEN = 9  # tokens of an answer, when it migrates
 SAMPLED = dict(temperature=0.9, top_k=50, top_p=0.95, logprobs=1)

@@ -14,8 +14,8 @@ pytest.importorskip("triton")
 from baton.engine import kernels
 from baton.engine.core.config import EngineConfig
 from baton.engine.models.loader import load_model
-from tests.support.engine.folders import Hand, make_folder, random_ids
-from tests.support.engine.weight_forms import FORMS
+from tests.support.model_folders.families import Hand, make_folder, random_ids
+from tests.support.model_folders.weight_forms import FORMS
 
 DEVICE = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
 pytestmark = pytest.mark.skipif(

@@ -25,8 +25,8 @@ from baton.engine.models import loader, read_layer
 from baton.engine.models.loader import load_model
 from baton.engine.models.registry import read_spec
 from tests.engine.execute.test_graphs import compute_again
-from tests.support.engine.folders import Hand, make_folder, random_ids
 from tests.support.engine.toys import make_request, run
+from tests.support.model_folders.families import Hand, make_folder, random_ids
 
 pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="the real device is tested by test_gpu_engine.py"),

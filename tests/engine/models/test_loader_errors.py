@@ -10,7 +10,7 @@ from baton.engine.core.config import EngineConfig
 from baton.engine.core.model_errors import ModelError
 from baton.engine.models.loader import load_model, model_identity
 from baton.engine.models.registry import read_spec
-from tests.support.engine.folders import make_folder
+from tests.support.model_folders.families import make_folder
 
 
 @pytest.fixture

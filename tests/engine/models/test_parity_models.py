@@ -12,7 +12,7 @@ from baton.engine.core.model_errors import ModelError
 from baton.engine.models.loader import load_model
 from baton.quantization.core.errors import QuantizeError
 from baton.quantization.quantize import plan, quantize
-from tests.support.engine.folders import FAMILIES, LONG, SHORT, SMALL, Hand, make_folder, random_ids, randomize
+from tests.support.model_folders.families import FAMILIES, LONG, SHORT, SMALL, Hand, make_folder, random_ids, randomize
 
 TOLERANCE = 1e-4
 NUM_GREEDY = 64

@@ -14,7 +14,7 @@ from baton.engine import kernels
 from baton.engine.core.config import EngineConfig
 from baton.engine.core.device import Memory
 from baton.engine.models.loader import load_model
-from tests.support.engine.folders import make_folder
+from tests.support.model_folders.families import make_folder
 
 META = torch.device("meta")
 

@@ -7,7 +7,7 @@ import pytest
 
 from baton.engine.core.model_errors import ModelError
 from baton.engine.models.registry import read_spec
-from tests.support.engine.folders import FAMILIES, ONE_OF_EACH_CLASS, SMALL, config_class
+from tests.support.model_folders.families import FAMILIES, ONE_OF_EACH_CLASS, SMALL, config_class
 
 # Not taken over: what ends a text, which generation_config.json says, and the length that longrope began with, where
 # its parameters say another. Latent attention has no KV heads.

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from baton.engine.layers.linear.packed import ARGUMENTS, PackedLinear
 from baton.engine.native import tier
-from tests.support.engine.weight_forms import FORMS, dense_weight
+from tests.support.model_folders.weight_forms import FORMS, dense_weight
 from tests.support.native import emulated_tiles
 from tests.support.process import ROOT
 

@@ -59,7 +59,7 @@ def test_nothing_out_of_bounds_and_nothing_undefined(env, suite):
         "-q",
         "-x",
         "-p",
-        "tests.support.engine.sanitized",
+        "tests.support.native.sanitized",
         "-p",
         "no:cacheprovider",
         suite,

@@ -8,8 +8,8 @@ import torch
 from baton.engine import native
 from baton.engine.core.config import EngineConfig
 from baton.engine.models.loader import load_model
-from tests.support.engine.folders import FAMILIES, LONGROPE, SMALL, THETA, Hand, make_folder, random_ids
-from tests.support.engine.published import dense_folder, write_gptq
+from tests.support.model_folders.families import FAMILIES, LONGROPE, SMALL, THETA, Hand, make_folder, random_ids
+from tests.support.model_folders.quantized_folders import dense_folder, write_gptq
 from tests.support.native.ranked import ranked
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason=native.unavailable() or "there")

@@ -14,8 +14,8 @@ from baton.engine.core.config import EngineConfig
 from baton.engine.core.model_errors import ModelError
 from baton.engine.engine import Engine
 from baton.engine.parallel.stage import cut_layers
-from tests.support.engine.folders import make_folder
 from tests.support.engine.toys import make_request, run
+from tests.support.model_folders.families import make_folder
 from tests.support.models import TINY, make_model
 from tests.support.native.ranked import collectives_of, depths_of, lose_last_rank
 

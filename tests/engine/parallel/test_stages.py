@@ -16,7 +16,7 @@ from baton.engine.parallel.collectives import RankLost
 from baton.engine.parallel.pipeline import DONE, PipelineLeader
 from baton.engine.parallel.stage import PipelineStage, cut_layers, micro_batches, rows_of
 from baton.engine.parallel.stream import SocketStream
-from tests.support.engine.folders import FAMILIES, Hand, make_folder, random_ids
+from tests.support.model_folders.families import FAMILIES, Hand, make_folder, random_ids
 from tests.support.native.ranked import staged
 
 TOLERANCE = 1e-4

@@ -6,9 +6,9 @@ import pytest
 from baton.engine import native
 from baton.engine.core.config import EngineConfig
 from baton.engine.engine import Engine
-from tests.support.engine.folders import SMALL, make_folder
 from tests.support.engine.forced import ForcedProposer
 from tests.support.engine.toys import check_handed_over, hand_over, make_request, run
+from tests.support.model_folders.families import SMALL, make_folder
 
 pytestmark = [
     pytest.mark.skipif(native.library() is None, reason=native.unavailable() or "there"),

@@ -7,7 +7,7 @@ from safetensors.torch import load_file
 
 from baton.engine.core.config import EngineConfig
 from baton.engine.models.loader import load_model
-from tests.support.engine.folders import make_folder
+from tests.support.model_folders.families import make_folder
 
 MAMBA2 = {
     "A_log": lambda own: (-own.decay).log(), "D": lambda own: own.skip, "dt_bias": lambda own: own.step_bias,

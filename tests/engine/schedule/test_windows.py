@@ -12,7 +12,6 @@ from baton.engine.kv.ledger import Holder, Ledger
 from baton.engine.kv.window import Window
 from baton.engine.models.registry import read_spec
 from baton.engine.schedule.sequence_blocks import SequenceBlocks
-from tests.support.engine.folders import make_folder
 from tests.support.engine.toys import (
     Collector,
     LateLauncher,
@@ -26,6 +25,7 @@ from tests.support.engine.toys import (
     toy_answer,
     toy_engine,
 )
+from tests.support.model_folders.families import make_folder
 
 WINDOW = 40
 SIZES = dict(num_blocks=48, max_num_seqs=3, max_model_len=768, max_num_batched_tokens=68)

@@ -18,8 +18,8 @@ from baton.engine.execute.launcher import GpuLauncher
 from baton.engine.speculation.proposers.draft_model import DraftModel
 from baton.engine.speculation.proposers.proposer import Draftee, DraftRequest
 from tests.engine.execute.test_graphs import compute_again
-from tests.support.engine.folders import make_few_heads, random_ids
 from tests.support.engine.toys import make_request
+from tests.support.model_folders.families import make_few_heads, random_ids
 
 pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="its device is replaced here"),

@@ -8,8 +8,8 @@ import pytest
 from baton.engine import native
 from baton.engine.core.request import Refusal, Speculation
 from baton.engine.execute import multi_step
-from tests.support.engine.draft_models import load, make_folders, mixed
 from tests.support.engine.toys import Collector, check_handed_over, hand_over, make_request, run
+from tests.support.model_folders.draft_models import load, make_folders, mixed
 
 
 @pytest.fixture(scope="module")

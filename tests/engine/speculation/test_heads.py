@@ -16,7 +16,7 @@ from baton.engine.engine import Engine
 from baton.sampling_params import SamplingParams
 from baton.training.data.tokenizer import load_tokenizer
 from tests.support import bare
-from tests.support.heads import TEXT, make_heads, make_learned_model
+from tests.support.model_folders.learned_model import TEXT, make_heads, make_learned_model
 from tests.support.models import make_model
 
 KINDS = ("medusa", "eagle")
@@ -200,7 +200,7 @@ def test_a_folder_that_does_not_fit_is_refused_in_one_line(values, message, mode
 
 
 def test_heads_of_another_model_of_the_same_shape_are_refused(heads, tmp_path):
-    from tests.support.heads import SHAPE
+    from tests.support.model_folders.learned_model import SHAPE
 
     other = make_model(tmp_path / "other", SHAPE, seed=5)
     for kind in KINDS:

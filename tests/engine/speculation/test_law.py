@@ -5,8 +5,8 @@ import torch
 from transformers import LlamaForCausalLM
 
 from baton.engine.core.request import PrefillDone, TokenRun
-from tests.support.engine.draft_models import VOCAB, load, make_folders
 from tests.support.engine.toys import make_request
+from tests.support.model_folders.draft_models import VOCAB, load, make_folders
 
 PROMPT = [5, 17, 40]
 SETTINGS = {

@@ -13,9 +13,9 @@ from baton.engine.core.config import EngineConfig
 from baton.engine.core.model_errors import ModelError
 from baton.engine.engine import Engine
 from baton.quantization.quantize import plan, quantize
-from tests.support.engine import published
-from tests.support.engine.folders import make_folder, random_ids
 from tests.support.engine.toys import check_handed_over, hand_over, make_request, run
+from tests.support.model_folders import quantized_folders
+from tests.support.model_folders.families import make_folder, random_ids
 
 SAMPLED = dict(temperature=0.9, top_k=50, top_p=0.95, logprobs=1)
 # What is around the layer, as each family names it: project, norms of embedding and features, the norm behind.
@@ -108,7 +108,7 @@ def test_a_rounded_model_keeps_the_layer_as_it_is(made, tmp_path):
 def test_an_fp8_folder_as_it_is_published(tmp_path, name, listed):
     """What projects into the layer is a float, which DeepSeek lists nowhere and Qwen by its name in the files."""
     make_predicting(tmp_path, name)
-    published.write_fp8(tmp_path, spread="row", modules_to_not_convert=listed)
+    quantized_folders.write_fp8(tmp_path, spread="row", modules_to_not_convert=listed)
     engine = load(tmp_path, speculator="mtp", num_draft_tokens=2)
     run(engine, requests()[:1])
     assert engine.speculator.counts["mtp"].num_drafts > 0

@@ -16,10 +16,10 @@ from baton.engine.speculation.control.tracks import Track
 from baton.engine.speculation.proposers.draft_model import CHUNK_TOKENS, LAG_TOKENS, WINDOW_TOKENS
 from baton.engine.speculation.proposers.proposer import Draftee, DraftRequest
 from baton.engine.start_line import start_line
-from tests.support.engine.draft_models import VOCAB, load, make_folders, mixed
 from tests.support.engine.forced import ForcedProposer, answers_of
 from tests.support.engine.toys import VOCAB as TOY_VOCAB
 from tests.support.engine.toys import Collector, make_request, run, toy_answer, toy_engine
+from tests.support.model_folders.draft_models import VOCAB, load, make_folders, mixed
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,7 @@
 import pytest
 
 from tests.engine.speculation.test_equality import REPETITIVE, check_same, num_accepted, serve
-from tests.support.engine.draft_models import load, make_folders, mixed
+from tests.support.model_folders.draft_models import load, make_folders, mixed
 
 
 @pytest.mark.parametrize(("quantization", "kv_dtype"), [("int8", "int8"), ("int4-g32", "int4")])

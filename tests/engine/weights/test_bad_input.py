@@ -9,23 +9,23 @@ from baton.engine.core.config import QUANTIZATIONS, EngineConfig
 from baton.engine.core.model_errors import ModelError
 from baton.engine.models.loader import load_model
 from baton.engine.weights.formats.registry import CHOICES
-from tests.support.engine import published
-from tests.support.engine.folders import make_folder
+from tests.support.model_folders import quantized_folders
+from tests.support.model_folders.families import make_folder
 
 PROJECTION = "model.layers.1.mlp.up_proj"
 
 
 @pytest.fixture(params=["gptq", "awq", "fp8"])
 def folder(request, tmp_path):
-    published.dense_folder(tmp_path)
-    getattr(published, f"write_{request.param}")(tmp_path)
+    quantized_folders.dense_folder(tmp_path)
+    getattr(quantized_folders, f"write_{request.param}")(tmp_path)
     return tmp_path
 
 
 @pytest.fixture
 def gptq(tmp_path):
-    published.dense_folder(tmp_path)
-    published.write_gptq(tmp_path)
+    quantized_folders.dense_folder(tmp_path)
+    quantized_folders.write_gptq(tmp_path)
     return tmp_path
 
 
@@ -47,7 +47,7 @@ def test_scales_that_are_not_finite(folder, value):
     def change(tensors):
         tensors[scale_of(tensors)][0, 0] = value
 
-    published.change_tensors(folder, change)
+    quantized_folders.change_tensors(folder, change)
     assert_refused(folder, "model.safetensors", PROJECTION, "NaN or infinite")
 
 
@@ -57,12 +57,12 @@ def test_scales_that_are_not_finite(folder, value):
 )
 def test_weights_that_are_not_finite(tmp_path, name, value):
     """Every answer was one token for ever, as a success."""
-    published.dense_folder(tmp_path)
+    quantized_folders.dense_folder(tmp_path)
 
     def change(tensors):
         tensors[name].flatten()[-1] = value
 
-    published.change_tensors(tmp_path, change)
+    quantized_folders.change_tensors(tmp_path, change)
     assert_refused(tmp_path, "model.safetensors", name, "NaN or infinite")
 
 
@@ -71,34 +71,34 @@ def test_scales_of_the_wrong_shape(folder):
         name = scale_of(tensors)
         tensors[name] = torch.cat((tensors[name], tensors[name]))
 
-    published.change_tensors(folder, change)
+    quantized_folders.change_tensors(folder, change)
     assert_refused(folder, "model.safetensors", PROJECTION, "has shape")
 
 
 @pytest.mark.parametrize("part", ["qweight", "qzeros", "scales"])
 def test_a_missing_part(gptq, part):
-    published.change_tensors(gptq, lambda tensors: tensors.pop(f"{PROJECTION}.{part}"))
+    quantized_folders.change_tensors(gptq, lambda tensors: tensors.pop(f"{PROJECTION}.{part}"))
     assert_refused(gptq, "model.safetensors", f"tensor {PROJECTION}.{part} is missing")
 
 
 def test_integers_that_are_no_words(gptq):
     name = f"{PROJECTION}.qweight"
-    published.change_tensors(gptq, lambda tensors: tensors.update({name: tensors[name].float()}))
+    quantized_folders.change_tensors(gptq, lambda tensors: tensors.update({name: tensors[name].float()}))
     assert_refused(gptq, f"tensor {name} is torch.float32", "int32")
 
 
 def test_an_order_that_fills_no_groups(gptq):
     name = f"{PROJECTION}.g_idx"
-    published.change_tensors(gptq, lambda tensors: tensors[name].fill_(1))
+    quantized_folders.change_tensors(gptq, lambda tensors: tensors[name].fill_(1))
     assert_refused(gptq, f"tensor {name}", "does not give each of 2 groups 32 inputs")
 
 
 def test_a_symmetric_config_with_zero_points(tmp_path):
     """A version 2 file that calls itself version 1 looks like this, too."""
-    published.dense_folder(tmp_path)
-    published.write_gptq(tmp_path, version="gptq_v2")
+    quantized_folders.dense_folder(tmp_path)
+    quantized_folders.write_gptq(tmp_path, version="gptq_v2")
     config = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
-    published.change_config(tmp_path, quantization_config=config | {"checkpoint_format": "gptq"})
+    quantized_folders.change_config(tmp_path, quantization_config=config | {"checkpoint_format": "gptq"})
     assert_refused(tmp_path, "qzeros", "config.json says sym", "gptq_v2")
 
 
@@ -125,7 +125,7 @@ def test_a_symmetric_config_with_zero_points(tmp_path):
 )
 def test_a_config_that_contradicts_the_tensors(gptq, changes, parts):
     config = json.loads((gptq / "config.json").read_text())["quantization_config"]
-    published.change_config(gptq, quantization_config=config | changes)
+    quantized_folders.change_config(gptq, quantization_config=config | changes)
     assert_refused(gptq, *parts)
 
 
@@ -149,32 +149,32 @@ def test_a_config_that_contradicts_the_tensors(gptq, changes, parts):
     ids=str,
 )
 def test_a_config_whose_values_have_the_wrong_type(tmp_path, kind, changes, told):
-    published.dense_folder(tmp_path)
-    getattr(published, f"write_{kind}")(tmp_path)
+    quantized_folders.dense_folder(tmp_path)
+    getattr(quantized_folders, f"write_{kind}")(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
-    published.change_config(tmp_path, quantization_config=config | changes)
+    quantized_folders.change_config(tmp_path, quantization_config=config | changes)
     assert_refused(tmp_path, "config.json: quantization_config: ", told)
 
 
 def test_awq_that_scales_an_activation(tmp_path):
     """As AutoAWQ does where no linear is before it that would take the scales: of StarCoder2 among others."""
-    published.dense_folder(tmp_path, "starcoder2")
-    published.write_awq(tmp_path)
+    quantized_folders.dense_folder(tmp_path, "starcoder2")
+    quantized_folders.write_awq(tmp_path)
     load_model(EngineConfig(tmp_path))
     name = "model.layers.1.mlp.act.scales"
-    published.change_tensors(tmp_path, lambda tensors: tensors.update({name: torch.full((128,), 2.0)}))
+    quantized_folders.change_tensors(tmp_path, lambda tensors: tensors.update({name: torch.full((128,), 2.0)}))
     told = f"tensor {name} divides what an activation says (AutoAWQ), which is not supported"
     assert_refused(tmp_path, "model.safetensors", told)
 
 
 def test_a_config_without_the_tensors(tmp_path):
-    published.dense_folder(tmp_path)
-    published.change_config(tmp_path, quantization_config=dict(quant_method="gptq", bits=4, group_size=32))
+    quantized_folders.dense_folder(tmp_path)
+    quantized_folders.change_config(tmp_path, quantization_config=dict(quant_method="gptq", bits=4, group_size=32))
     assert_refused(tmp_path, "qweight is missing")
 
 
 def test_tensors_without_the_config(gptq):
-    published.change_config(gptq, quantization_config=None)
+    quantized_folders.change_config(gptq, quantization_config=None)
     assert_refused(gptq, "weight is missing")
 
 
@@ -182,7 +182,7 @@ def test_tensors_without_the_config(gptq):
 def test_layouts_of_compressed_tensors_that_are_not_read(gptq, layout):
     groups = {"group_0": {"targets": ["Linear"], "weights": {"num_bits": 4}}}
     config = dict(quant_method="compressed-tensors", format=layout, config_groups=groups)
-    published.change_config(gptq, quantization_config=config)
+    quantized_folders.change_config(gptq, quantization_config=config)
     assert_refused(gptq, "config.json", f"'{layout}' is not supported", "pack-quantized")
 
 

@@ -7,7 +7,7 @@ from baton.engine.core.config import EngineConfig
 from baton.engine.models.loader import load_model
 from baton.engine.weights.forms import DenseWeight, IntWeight
 from tests.engine.weights.test_formats import assert_reads, assert_same_logits, read_all
-from tests.support.engine import published
+from tests.support.model_folders import quantized_folders
 
 
 @pytest.fixture(scope="module")
@@ -24,8 +24,8 @@ def test_an_int8_folder_means_what_bitsandbytes_reads(functional, tmp_path):
         parts = {"weight": values, "SCB": scb, "weight_format": torch.tensor(0, dtype=torch.uint8)}
         return parts, functional.int8_vectorwise_dequant(values, scb)
 
-    model = published.dense_folder(tmp_path)
-    meanings = published.rewrite(tmp_path, dict(quant_method="bitsandbytes", load_in_8bit=True), write)
+    model = quantized_folders.dense_folder(tmp_path)
+    meanings = quantized_folders.rewrite(tmp_path, dict(quant_method="bitsandbytes", load_in_8bit=True), write)
     assert all(isinstance(weight, IntWeight) for weight in assert_reads(tmp_path, meanings).values())
     assert_same_logits(tmp_path, model, meanings)
 
@@ -38,9 +38,9 @@ def test_four_bit_floats_are_expanded(functional, tmp_path, kind, nested):
         parts = {f"weight.{name}": value for name, value in state.as_dict(packed=True).items()}
         return {"weight": values} | parts, functional.dequantize_4bit(values, state)
 
-    model = published.dense_folder(tmp_path)
+    model = quantized_folders.dense_folder(tmp_path)
     config = dict(quant_method="bitsandbytes", load_in_4bit=True, bnb_4bit_quant_type=kind)
-    meanings = published.rewrite(tmp_path, config, write)
+    meanings = quantized_folders.rewrite(tmp_path, config, write)
     for module, weight in read_all(tmp_path, meanings).items():
         assert isinstance(weight, DenseWeight)
         torch.testing.assert_close(weight.values, meanings[module], atol=1e-5, rtol=1e-5)
@@ -53,8 +53,8 @@ def test_modules_left_out(functional, tmp_path):
         values, scb, _ = functional.int8_vectorwise_quant(weight)
         return {"weight": values, "SCB": scb}, functional.int8_vectorwise_dequant(values, scb)
 
-    model = published.dense_folder(tmp_path)
+    model = quantized_folders.dense_folder(tmp_path)
     skip = tuple(f"model.layers.{layer}.self_attn.v_proj" for layer in range(2))
     config = dict(quant_method="bitsandbytes", load_in_8bit=True, llm_int8_skip_modules=["v_proj", "lm_head"])
-    meanings = published.rewrite(tmp_path, config, write, skip)
+    meanings = quantized_folders.rewrite(tmp_path, config, write, skip)
     assert_same_logits(tmp_path, model, meanings)

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 from baton.engine.weights.forms import DenseWeight, Fp8Weight, IntWeight
 from tests.engine.weights.test_formats import assert_reads, assert_same_logits, read_all
-from tests.support.engine import published
+from tests.support.model_folders import quantized_folders
 
 COMPRESSORS = {
     "pack-quantized": PackedQuantizationCompressor,
@@ -37,7 +37,7 @@ def write_compressed(folder, layout: str, weights: dict, activations: dict | Non
 
     group = {"targets": ["Linear"], "weights": weights, "input_activations": activations, "format": layout}
     config = dict(quant_method="compressed-tensors", format=layout, config_groups={"group_0": group}) | config
-    return published.rewrite(folder, config | dict(ignore=["lm_head", *config.get("ignore", ())]), write, skip)
+    return quantized_folders.rewrite(folder, config | dict(ignore=["lm_head", *config.get("ignore", ())]), write, skip)
 
 
 def scales_of(weight, args) -> dict:
@@ -86,7 +86,7 @@ FP8_GROUP = dict(num_bits=8, type="float", strategy="group", group_size=128, dyn
     ids=str,
 )
 def test_integers_of_compressed_tensors_are_read(tmp_path, layout, weights, activations):
-    model = published.dense_folder(tmp_path)
+    model = quantized_folders.dense_folder(tmp_path)
     meanings = write_compressed(tmp_path, layout, weights, activations)
     for weight in assert_reads(tmp_path, meanings).values():
         assert isinstance(weight, IntWeight) and weight.bits == weights["num_bits"]
@@ -97,7 +97,7 @@ def test_integers_of_compressed_tensors_are_read(tmp_path, layout, weights, acti
 
 def test_zero_points_of_one_word(tmp_path):
     """Of k and v, which have 4 outputs. (Of 8 outputs of 4 bits the library cannot read it itself.)"""
-    model = published.dense_folder(tmp_path, num_attention_heads=16, num_key_value_heads=1, head_dim=4)
+    model = quantized_folders.dense_folder(tmp_path, num_attention_heads=16, num_key_value_heads=1, head_dim=4)
     meanings = write_compressed(tmp_path, "pack-quantized", ASYMMETRIC | dict(num_bits=8))
     assert_reads(tmp_path, meanings)
     assert_same_logits(tmp_path, model, meanings)
@@ -114,7 +114,7 @@ def test_zero_points_of_one_word(tmp_path):
     ids=str,
 )
 def test_floats_of_compressed_tensors_are_read(tmp_path, weights, activations, expected):
-    model = published.dense_folder(tmp_path, hidden_size=256, intermediate_size=384)
+    model = quantized_folders.dense_folder(tmp_path, hidden_size=256, intermediate_size=384)
     meanings = write_compressed(tmp_path, "float-quantized", weights, activations)
     for weight in assert_reads(tmp_path, meanings).values():
         assert isinstance(weight, Fp8Weight) and weight.activations == expected
@@ -122,7 +122,7 @@ def test_floats_of_compressed_tensors_are_read(tmp_path, weights, activations, e
 
 
 def test_ignored_modules(tmp_path):
-    model = published.dense_folder(tmp_path)
+    model = quantized_folders.dense_folder(tmp_path)
     skip = tuple(f"model.layers.{layer}.mlp.down_proj" for layer in range(2)) + ("model.layers.0.self_attn.q_proj",)
     ignore = [r"re:.*down_proj$", "model.layers.0.self_attn.q_proj"]
     meanings = write_compressed(tmp_path, "pack-quantized", INT4, skip=skip, ignore=ignore)
@@ -148,8 +148,8 @@ DOWN = [f"model.layers.{layer}.mlp.down_proj" for layer in range(2)]
 def test_groups_that_target_the_same_module(tmp_path, target, more_exact, is_first):
     """Whatever their order, the library goes by names, then by expressions, as the alphabet has them, then by
     classes."""
-    model = published.dense_folder(tmp_path)
-    others = {*published.modules(load_file(tmp_path / "model.safetensors"))} - {*DOWN}
+    model = quantized_folders.dense_folder(tmp_path)
+    others = {*quantized_folders.modules(load_file(tmp_path / "model.safetensors"))} - {*DOWN}
     meanings = write_compressed(tmp_path, "pack-quantized", ASYMMETRIC, skip=others)
     groups = [dict(targets=[target], weights=INT4), dict(targets=more_exact, weights=ASYMMETRIC)]
     groups = dict(zip("ab", groups if is_first else groups[::-1], strict=True))
@@ -161,14 +161,14 @@ def test_groups_that_target_the_same_module(tmp_path, target, more_exact, is_fir
 
 def test_a_part_of_a_name_is_less_than_a_class(tmp_path):
     """The library knows no parts of names."""
-    published.dense_folder(tmp_path)
+    quantized_folders.dense_folder(tmp_path)
     groups = {"a": dict(targets=["down_proj"], weights=ASYMMETRIC), "b": dict(targets=["Linear"], weights=INT4)}
     assert_reads(tmp_path, write_compressed(tmp_path, "pack-quantized", INT4, config_groups=groups))
 
 
 def test_groups_by_input(tmp_path):
     """weight_g_idx, which the library has since given up: an order of inputs as GPTQ's."""
-    model = published.dense_folder(tmp_path)
+    model = quantized_folders.dense_folder(tmp_path)
     meanings = write_compressed(tmp_path, "pack-quantized", INT4)
     order = {size: torch.randperm(size, generator=torch.Generator().manual_seed(size)) for size in (64, 128)}
 
@@ -177,13 +177,13 @@ def test_groups_by_input(tmp_path):
             columns = order[meaning.shape[1]]
             unpacked = read_all(tmp_path, {module: meaning})[module].integers()
             shuffled = torch.empty_like(unpacked).index_copy_(1, columns, unpacked)
-            packed = published.words((shuffled.numpy().astype(int) + 8).T, 4).T.copy()
+            packed = quantized_folders.words((shuffled.numpy().astype(int) + 8).T, 4).T.copy()
             tensors[f"{module}.weight_packed"] = torch.from_numpy(packed)
             groups = torch.empty(len(columns), dtype=torch.int32)
             groups[columns] = torch.arange(len(columns), dtype=torch.int32) // 32
             tensors[f"{module}.weight_g_idx"] = groups
             meanings[module] = torch.empty_like(meaning).index_copy_(1, columns, meaning)
 
-    published.change_tensors(tmp_path, shuffle)
+    quantized_folders.change_tensors(tmp_path, shuffle)
     assert all(weight.order is not None for weight in assert_reads(tmp_path, meanings).values())
     assert_same_logits(tmp_path, model, meanings)

@@ -12,8 +12,8 @@ from baton.engine.models.loader import load_model
 from baton.engine.models.registry import read_spec
 from baton.engine.weights.formats.registry import open_source
 from baton.engine.weights.forms import DenseWeight, Fp8Weight, IntWeight
-from tests.support.engine import published
-from tests.support.engine.folders import Hand, random_ids
+from tests.support.model_folders import quantized_folders
+from tests.support.model_folders.families import Hand, random_ids
 
 IDS = random_ids(40, 1)
 
@@ -36,7 +36,7 @@ def assert_reads(folder, meanings) -> dict:
 def assert_same_logits(folder, model, meanings, tolerance: float = 1e-3):
     ours = Hand(load_model(EngineConfig(folder, dtype="fp32", linear="dense"))).step({"a": IDS})["a"]
     with torch.inference_mode():
-        theirs = published.with_meanings(model, meanings)(torch.tensor([IDS])).logits[0]
+        theirs = quantized_folders.with_meanings(model, meanings)(torch.tensor([IDS])).logits[0]
     torch.testing.assert_close(ours, theirs, atol=tolerance * theirs.abs().max().item(), rtol=0)
 
 
@@ -57,8 +57,8 @@ def assert_same_logits(folder, model, meanings, tolerance: float = 1e-3):
     ids=str,
 )
 def test_a_gptq_folder_is_read(tmp_path, options):
-    model = published.dense_folder(tmp_path)
-    meanings = published.write_gptq(tmp_path, **options)
+    model = quantized_folders.dense_folder(tmp_path)
+    meanings = quantized_folders.write_gptq(tmp_path, **options)
     weights = assert_reads(tmp_path, meanings)
     for weight in weights.values():
         assert isinstance(weight, IntWeight) and weight.bits == options.get("bits", 4)
@@ -68,25 +68,25 @@ def test_a_gptq_folder_is_read(tmp_path, options):
 
 
 def test_a_quantized_head_beside_tied_embeddings(tmp_path):
-    published.dense_folder(tmp_path)
-    published.write_gptq(tmp_path, head=True, lm_head=True)
-    published.change_config(tmp_path, tie_word_embeddings=True)
+    quantized_folders.dense_folder(tmp_path)
+    quantized_folders.write_gptq(tmp_path, head=True, lm_head=True)
+    quantized_folders.change_config(tmp_path, tie_word_embeddings=True)
     with pytest.raises(ModelError, match="lm_head.qweight is of a head of its own, and config.json has tie_word_emb"):
         load_model(EngineConfig(tmp_path))
 
 
 def test_gptq_with_modules_left_out(tmp_path):
-    model = published.dense_folder(tmp_path)
+    model = quantized_folders.dense_folder(tmp_path)
     skip = tuple(f"model.layers.{layer}.mlp.down_proj" for layer in range(2))
     dynamic = {r"-:.*\.down_proj": {}}
-    meanings = published.write_gptq(tmp_path, skip=skip, dynamic=dynamic)
+    meanings = quantized_folders.write_gptq(tmp_path, skip=skip, dynamic=dynamic)
     assert_same_logits(tmp_path, model, meanings)
 
 
 def test_gptq_of_before_transformers(tmp_path):
     """quantize_config.json, and nothing in config.json."""
-    model = published.dense_folder(tmp_path)
-    meanings = published.write_gptq(tmp_path)
+    model = quantized_folders.dense_folder(tmp_path)
+    meanings = quantized_folders.write_gptq(tmp_path)
     config = tmp_path / "config.json"
     content = json.loads(config.read_text())
     (tmp_path / "quantize_config.json").write_text(json.dumps(content.pop("quantization_config")))
@@ -96,17 +96,17 @@ def test_gptq_of_before_transformers(tmp_path):
 
 @pytest.mark.parametrize("options", [dict(), dict(sym=True), dict(group=64)], ids=str)
 def test_an_awq_folder_is_read(tmp_path, options):
-    model = published.dense_folder(tmp_path, "qwen2", num_attention_heads=4)
-    meanings = published.write_awq(tmp_path, **options)
+    model = quantized_folders.dense_folder(tmp_path, "qwen2", num_attention_heads=4)
+    meanings = quantized_folders.write_awq(tmp_path, **options)
     weights = assert_reads(tmp_path, meanings)
     assert all(weight.bits == 4 for weight in weights.values())
     assert_same_logits(tmp_path, model, meanings)
 
 
 def test_awq_with_modules_left_out(tmp_path):
-    model = published.dense_folder(tmp_path)
+    model = quantized_folders.dense_folder(tmp_path)
     skip = ("model.layers.0.self_attn.o_proj", "model.layers.1.self_attn.o_proj")
-    meanings = published.write_awq(tmp_path, skip=skip, modules_to_not_convert=["o_proj"])
+    meanings = quantized_folders.write_awq(tmp_path, skip=skip, modules_to_not_convert=["o_proj"])
     assert_same_logits(tmp_path, model, meanings)
 
 
@@ -123,17 +123,17 @@ def test_awq_with_modules_left_out(tmp_path):
 )
 def test_an_fp8_folder_is_read(tmp_path, options, activations):
     sizes = dict(hidden_size=160, intermediate_size=320, num_attention_heads=4)  # no multiple of 128
-    model = published.dense_folder(tmp_path, **sizes)
-    meanings = published.write_fp8(tmp_path, **options)
+    model = quantized_folders.dense_folder(tmp_path, **sizes)
+    meanings = quantized_folders.write_fp8(tmp_path, **options)
     weights = assert_reads(tmp_path, meanings)
     assert all(isinstance(weight, Fp8Weight) and weight.activations == activations for weight in weights.values())
     assert_same_logits(tmp_path, model, meanings)
 
 
 def test_fp8_with_modules_left_out(tmp_path):
-    model = published.dense_folder(tmp_path)
+    model = quantized_folders.dense_folder(tmp_path)
     skip = ("model.layers.1.mlp.up_proj",)
-    meanings = published.write_fp8(tmp_path, spread="row", skip=skip, ignored_layers=list(skip))
+    meanings = quantized_folders.write_fp8(tmp_path, spread="row", skip=skip, ignored_layers=list(skip))
     assert isinstance(read_all(tmp_path, {skip[0]: torch.zeros(128, 64)})[skip[0]], DenseWeight)
     assert_same_logits(tmp_path, model, meanings)
 
@@ -153,8 +153,8 @@ def test_fp8_with_modules_left_out(tmp_path):
 def test_the_kernel_that_auto_takes(tmp_path, writer, options, tolerance):
     """bf16 with whatever kernel fits, near the kernel that expands. Weights this wide make about ten times as much of
     every error, and e4m3 activations have one of 2.5 %."""
-    published.dense_folder(tmp_path, dtype=torch.bfloat16)
-    getattr(published, f"write_{writer}")(tmp_path, **options)
+    quantized_folders.dense_folder(tmp_path, dtype=torch.bfloat16)
+    getattr(quantized_folders, f"write_{writer}")(tmp_path, **options)
     models = (load_model(EngineConfig(tmp_path, linear=linear)) for linear in ("auto", "dense"))
     auto, plain = (Hand(model, form="bf16").step({"a": IDS})["a"] for model in models)
     assert (auto - plain).norm() / plain.norm() < tolerance
@@ -174,9 +174,9 @@ def test_outlier_columns(tmp_path):
         parts = {"weight": values, "weight_scale": scales, "outlier_columns": columns, "outlier_weight": kept}
         return parts, meaning
 
-    model = published.dense_folder(tmp_path)
+    model = quantized_folders.dense_folder(tmp_path)
     config = dict(quant_method="baton", scheme="int8-outlier", ignore=["lm_head"])
-    meanings = published.rewrite(tmp_path, config, write)
+    meanings = quantized_folders.rewrite(tmp_path, config, write)
     assert_reads(tmp_path, meanings)
     assert_same_logits(tmp_path, model, meanings)
     assert load_model(EngineConfig(tmp_path)).weights.form == "int8-outliers-dynamic+fp32"

@@ -14,9 +14,9 @@ from baton.engine.models.loader import load_model, model_identity
 from baton.engine.models.registry import read_spec
 from baton.engine.start_line import start_line
 from baton.engine.weights.formats.gguf import READERS
-from tests.support.engine import published
-from tests.support.engine.folders import LLAMA3, THETA, YARN, Hand, random_ids
-from tests.support.engine.gguf_files import encode, write_gguf
+from tests.support.gguf.model_files import encode, write_gguf
+from tests.support.model_folders import quantized_folders
+from tests.support.model_folders.families import LLAMA3, THETA, YARN, Hand, random_ids
 
 IDS = random_ids(60, 2)
 BIG = dict(hidden_size=256, intermediate_size=512)  # what blocks of 256 divide
@@ -60,7 +60,7 @@ FAMILIES = {
 @pytest.mark.parametrize("family", FAMILIES)
 def test_each_family_is_read_from_gguf_as_from_its_folder(tmp_path, family):
     name, changes = FAMILIES[family]
-    model = published.dense_folder(tmp_path / "dense", name, **changes)
+    model = quantized_folders.dense_folder(tmp_path / "dense", name, **changes)
     write_gguf(tmp_path / "model.gguf", model)
     spec, dense = (read_spec(tmp_path / path) for path in ("model.gguf", "dense"))
     fields = ("family", "num_heads", "num_kv_heads", "head_dim", "windows", "qkv_bias", "qk_norm", "tied", "context")
@@ -73,7 +73,7 @@ def test_each_family_is_read_from_gguf_as_from_its_folder(tmp_path, family):
 @pytest.mark.parametrize("key", ["rope.scale_linear", "rope.scaling.factor"])
 def test_a_factor_without_a_type_is_linear(tmp_path, key):
     """As llama.cpp has it; the first is what older files call it."""
-    model = published.dense_folder(tmp_path / "dense", "llama-linear")
+    model = quantized_folders.dense_folder(tmp_path / "dense", "llama-linear")
     scaled, path = model.config.rope_parameters, tmp_path / "model.gguf"
     model.config.rope_parameters = scaled | {"rope_type": "default"}
     write_gguf(path, model, describe=lambda writer: writer.add_float32(f"llama.{key}", scaled["factor"]))
@@ -82,14 +82,17 @@ def test_a_factor_without_a_type_is_linear(tmp_path, key):
 
 @pytest.mark.parametrize("key", ["attn_factor", "yarn_attn_factor", "yarn_ext_factor"])
 def test_factors_of_scaling_that_are_refused(tmp_path, key):
-    model, path = published.dense_folder(tmp_path / "dense"), tmp_path / "model.gguf"
+    model, path = quantized_folders.dense_folder(tmp_path / "dense"), tmp_path / "model.gguf"
     write_gguf(path, model, describe=lambda writer: writer.add_float32(f"llama.rope.scaling.{key}", 0.5))
     with pytest.raises(ModelError, match=f"model.gguf: metadata: rope.scaling.{key} 0.5 is not supported"):
         load_model(EngineConfig(path))
 
 
 def test_attention_both_ways_is_refused(tmp_path):
-    model, path = published.dense_folder(tmp_path / "dense", "qwen2", num_attention_heads=4), tmp_path / "model.gguf"
+    model, path = (
+        quantized_folders.dense_folder(tmp_path / "dense", "qwen2", num_attention_heads=4),
+        tmp_path / "model.gguf",
+    )
     write_gguf(path, model, describe=lambda writer: writer.add_causal_attention(True))
     read_spec(path)
     write_gguf(path, model, describe=lambda writer: writer.add_causal_attention(False))
@@ -98,7 +101,7 @@ def test_attention_both_ways_is_refused(tmp_path):
 
 
 def test_a_tensor_that_nothing_reads(tmp_path):
-    model, path = published.dense_folder(tmp_path / "dense"), tmp_path / "model.gguf"
+    model, path = quantized_folders.dense_folder(tmp_path / "dense"), tmp_path / "model.gguf"
     stray = np.ones(32, np.float32)
     write_gguf(path, model, describe=lambda writer: writer.add_tensor("blk.1.attn_q_norm.weight", stray))
     with pytest.raises(ModelError, match="model.gguf: tensor blk.1.attn_q_norm.weight has no place in the model"):
@@ -120,7 +123,7 @@ def test_a_tensor_that_nothing_reads(tmp_path):
     ],
 )
 def test_each_type_of_gguf_has_its_form_and_the_same_logits(tmp_path, kind, form):
-    model = published.dense_folder(tmp_path / "dense", "llama3.2-tied", **BIG)
+    model = quantized_folders.dense_folder(tmp_path / "dense", "llama3.2-tied", **BIG)
     path = tmp_path / "model.gguf"
     write_gguf(path, model, lambda name: kind)
     weights = load_model(EngineConfig(path)).weights
@@ -133,7 +136,7 @@ def test_each_type_of_gguf_has_its_form_and_the_same_logits(tmp_path, kind, form
 def test_resident_bytes(tmp_path):
     """The native kernels hold no more than the file does."""
     path = tmp_path / "model.gguf"
-    write_gguf(path, published.dense_folder(tmp_path / "dense", "llama3", **BIG))
+    write_gguf(path, quantized_folders.dense_folder(tmp_path / "dense", "llama3", **BIG))
     weights = load_model(EngineConfig(path, dtype="bf16")).weights
     if weights.kernels != ("native",):
         pytest.skip("no compiler: weights are expanded")
@@ -143,7 +146,7 @@ def test_resident_bytes(tmp_path):
 def test_a_mixture_as_q4_k_m(tmp_path):
     """Types that differ within one merged product stay apart."""
     kinds = {"attn_v": GGMLType.Q6_K, "ffn_down": GGMLType.Q6_K, "token_embd": GGMLType.Q6_K, "ffn_up": GGMLType.Q8_0}
-    model = published.dense_folder(tmp_path / "dense", **BIG)
+    model = quantized_folders.dense_folder(tmp_path / "dense", **BIG)
     path = tmp_path / "model.gguf"
     write_gguf(path, model, lambda name: kinds.get(name.split(".")[-2], GGMLType.Q4_K))
     assert_same_logits(path, model)
@@ -182,7 +185,7 @@ def test_every_type_that_gguf_expands(tmp_path):
 
 @pytest.fixture
 def path(tmp_path):
-    write_gguf(tmp_path / "model.gguf", published.dense_folder(tmp_path / "dense"))
+    write_gguf(tmp_path / "model.gguf", quantized_folders.dense_folder(tmp_path / "dense"))
     return tmp_path / "model.gguf"
 
 

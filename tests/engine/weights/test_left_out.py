@@ -8,7 +8,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.engine.weights.test_compressed import INT4, write_compressed
 from tests.engine.weights.test_formats import assert_same_logits
-from tests.support.engine import published
+from tests.support.model_folders import quantized_folders
 
 WITHIN = "model.language_model."
 UP = "layers.1.mlp.up_proj"
@@ -36,23 +36,25 @@ def put_within(folder) -> None:
     ],
 )
 def test_a_module_listed_by_its_name_in_the_files(tmp_path, writer, listed):
-    model = published.dense_folder(tmp_path, "qwen3")
-    meanings = getattr(published, f"write_{writer}")(tmp_path, skip=(f"model.{UP}",), **listed)
+    model = quantized_folders.dense_folder(tmp_path, "qwen3")
+    meanings = getattr(quantized_folders, f"write_{writer}")(tmp_path, skip=(f"model.{UP}",), **listed)
     put_within(tmp_path)
     assert_same_logits(tmp_path, model, meanings)
 
 
 def test_bits_given_by_names_in_the_files(tmp_path):
-    model = published.dense_folder(tmp_path, "qwen3")
-    meanings = published.write_gptq(tmp_path, bits=8, dynamic={r"model\.language_model\.layers\..*": {"bits": 8}})
+    model = quantized_folders.dense_folder(tmp_path, "qwen3")
+    meanings = quantized_folders.write_gptq(
+        tmp_path, bits=8, dynamic={r"model\.language_model\.layers\..*": {"bits": 8}}
+    )
     config = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
-    published.change_config(tmp_path, quantization_config=config | dict(bits=4))
+    quantized_folders.change_config(tmp_path, quantization_config=config | dict(bits=4))
     put_within(tmp_path)
     assert_same_logits(tmp_path, model, meanings)
 
 
 def test_targets_by_names_in_the_files(tmp_path):
-    model = published.dense_folder(tmp_path, "qwen3")
+    model = quantized_folders.dense_folder(tmp_path, "qwen3")
     groups = {"group_0": {"targets": [r"re:model\.language_model\.layers\..*_proj"], "weights": INT4}}
     meanings = write_compressed(tmp_path, "pack-quantized", INT4, config_groups=groups)
     put_within(tmp_path)
@@ -62,6 +64,6 @@ def test_targets_by_names_in_the_files(tmp_path):
 @pytest.mark.parametrize("writer", ["gptq", "awq", "fp8"])
 def test_a_float_module_that_no_list_names(tmp_path, writer):
     """As the layer that predicts further tokens in DeepSeek's own FP8 folders."""
-    model = published.dense_folder(tmp_path)
-    meanings = getattr(published, f"write_{writer}")(tmp_path, skip=(f"model.{UP}",))
+    model = quantized_folders.dense_folder(tmp_path)
+    meanings = getattr(quantized_folders, f"write_{writer}")(tmp_path, skip=(f"model.{UP}",))
     assert_same_logits(tmp_path, model, meanings)

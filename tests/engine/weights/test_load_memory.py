@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from baton.engine.layers.linear import packed
-from tests.support.engine.folders import make_folder
+from tests.support.model_folders.families import make_folder
 
 # A layer's weights as they are read, merged and packed, what torch itself takes, and what malloc does not give back at
 # once: of int4 21 to 31 MiB.

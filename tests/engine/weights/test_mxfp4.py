@@ -10,7 +10,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from baton.engine.core.config import EngineConfig
 from baton.engine.core.model_errors import ModelError
 from baton.engine.models.loader import load_model
-from tests.support.engine.folders import Hand, make_folder, random_ids
+from tests.support.model_folders.families import Hand, make_folder, random_ids
 
 IDS = random_ids(40, 3)
 SCALES = "model.layers.1.mlp.experts.down_proj_scales"

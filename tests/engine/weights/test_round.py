@@ -8,8 +8,8 @@ from baton.engine.engine import Engine
 from baton.engine.models.loader import load_model
 from baton.engine.start_line import start_line
 from baton.engine.weights.round import round_asymmetric, round_fp8, round_symmetric
-from tests.support.engine import published
-from tests.support.engine.folders import Hand, random_ids
+from tests.support.model_folders import quantized_folders
+from tests.support.model_folders.families import Hand, random_ids
 
 IDS = random_ids(40, 1)
 
@@ -62,7 +62,7 @@ def test_a_group_that_does_not_divide():
 )
 def test_loaded_rounded(tmp_path, quantization, form, rounding, head):
     """As the dense model has it with the rounded weights; activations are left alone by the kernel that expands."""
-    model = published.dense_folder(tmp_path)
+    model = quantized_folders.dense_folder(tmp_path)
     meanings = {
         name: (head if head and name == "lm_head" else rounding)(module.weight.detach()).dequantize()
         for name, module in model.named_modules()
@@ -71,19 +71,19 @@ def test_loaded_rounded(tmp_path, quantization, form, rounding, head):
     loaded = load_model(EngineConfig(tmp_path, linear="dense", quantization=quantization))
     assert loaded.weights.form == form
     with torch.inference_mode():
-        theirs = published.with_meanings(model, meanings)(torch.tensor([IDS])).logits[0]
+        theirs = quantized_folders.with_meanings(model, meanings)(torch.tensor([IDS])).logits[0]
     torch.testing.assert_close(Hand(loaded).step({"a": IDS})["a"], theirs, atol=1e-3, rtol=0)
 
 
 def test_a_tied_head_is_rounded_and_its_embedding_is_not(tmp_path):
-    model = published.dense_folder(tmp_path, "llama3.2-tied")
+    model = quantized_folders.dense_folder(tmp_path, "llama3.2-tied")
     loaded = load_model(EngineConfig(tmp_path, quantization="int4-g32"))
     assert loaded.weights.form == "int4-g32-asym+int8"
     assert torch.equal(loaded.embedding(torch.arange(9)), model.get_input_embeddings().weight[:9])
 
 
 def test_the_start_line_says_so(tmp_path):
-    published.dense_folder(tmp_path)
+    quantized_folders.dense_folder(tmp_path)
     engine = Engine.load(EngineConfig(tmp_path, quantization="int8", num_blocks=20))
     assert engine.numerics_class.weights == engine.weight_form == "int8-dynamic"
     assert "weights int8-dynamic (" in start_line(engine) and "MiB in files" in start_line(engine)

@@ -16,8 +16,8 @@ from baton.tokenizer.gguf_tokenizer import RULES, tokenizer_json
 from gateway.model.model_file import read_model
 from gateway.text.detokenizer import Detokenizer
 from gateway.text.tokenizer import Tokenizer
-from tests.support.gateway.gguf_vocabulary import add_vocabulary
 from tests.support.gateway.small_tokenizers import CONTROLS, byte_level, sentencepiece
+from tests.support.gguf.vocabulary import add_vocabulary
 
 TEXTS = [
     "The quick brown fox jumps over the lazy dog.",

@@ -9,7 +9,7 @@ from baton.engine.core.model_errors import ModelError
 from baton.engine.models.registry import read_spec
 from baton.service.settings import SettingsError
 from gateway.model.model_file import read_model
-from tests.support.gateway.gguf_metadata import (
+from tests.support.gguf.metadata import (
     ARRAY,
     BOOL,
     F32,
@@ -23,7 +23,7 @@ from tests.support.gateway.gguf_metadata import (
     metadata,
     write,
 )
-from tests.support.gateway.gguf_vocabulary import CONTROL, NORMAL, USER_DEFINED
+from tests.support.gguf.vocabulary import CONTROL, NORMAL, USER_DEFINED
 
 KINDS = ("gpt2", "llama")
 

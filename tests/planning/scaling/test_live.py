@@ -24,7 +24,7 @@ from baton.service.slo import Slo
 from baton.v1 import fleet_pb2 as pb
 from baton.v1 import inference_pb2, worker_pb2
 from tests.planning.scaling.test_scaler import FlatModel
-from tests.support.engine import published
+from tests.support.model_folders import quantized_folders
 from tests.support.pace import patience
 from tests.support.process import Process
 from tests.support.redis_server import RedisServer
@@ -427,8 +427,8 @@ def test_nothing_is_decided_by_steps_of_what_workers_do_not_compute_on(given, de
 
 def test_files_that_cannot_be_read_any_more_are_told_and_steps_stay(tmp_path, monkeypatch, capsys):
     """They are read beside the loop, which renews the lease and takes Ctrl-C meanwhile."""
-    published.dense_folder(tmp_path)
-    published.write_fp8(tmp_path, spread="row")
+    quantized_folders.dense_folder(tmp_path)
+    quantized_folders.write_fp8(tmp_path, spread="row")
     weights = tmp_path / "model.safetensors"
     capsys.readouterr()
     fleets = [[of_dtype(1, "bf16", "bf16")] for _ in range(4)]

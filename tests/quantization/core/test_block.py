@@ -8,8 +8,8 @@ from baton.engine.core.config import EngineConfig
 from baton.engine.models.loader import load_model
 from baton.quantization.core.block import DOWN, STAGES, Stage, linear_shapes
 from baton.quantization.core.folding import fold, shared, spread
-from tests.support.engine.folders import Hand, random_ids
-from tests.support.engine.hard_models import blocks, make_family
+from tests.support.model_folders.families import Hand, random_ids
+from tests.support.model_folders.models_hard_to_quantize import blocks, make_family
 
 FAMILIES = ("llama3.1", "llama-mqa-bias", "llama-head-dim", "mistral", "qwen2-window", "qwen3-tied")
 

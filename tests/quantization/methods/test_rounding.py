@@ -7,7 +7,7 @@ from baton.engine.weights.round import round_symmetric
 from baton.quantization.core.block import GATE, MLP_NORM, STAGES, UP, Stage
 from baton.quantization.core.grid import dequantize, fit
 from baton.quantization.methods import awq, gptq, outliers, smoothquant
-from tests.support.engine.hard_models import blocks, correlated, make_family
+from tests.support.model_folders.models_hard_to_quantize import blocks, correlated, make_family
 
 FP32 = torch.float32
 

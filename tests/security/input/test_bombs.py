@@ -23,8 +23,8 @@ from gateway.text.origins import render_origins
 from gateway.text.templates import ChatMessage, ChatTemplate
 from gateway.text.tokenizer import CannotEncode, Tokenizer
 from tests.support.client import make_request
-from tests.support.engine.folders import make_folder
 from tests.support.gateway.small_tokenizers import byte_level, sentencepiece
+from tests.support.model_folders.families import make_folder
 
 MOST_CPU_S = 60
 MOST_BYTES = 600 << 20

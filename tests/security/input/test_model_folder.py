@@ -16,7 +16,7 @@ from baton.service.settings import SettingsError
 from gateway.model.model_folder import read_folder
 from gateway.text.templates import ChatMessage, ChatTemplate, TemplateFailed
 from gateway.text.tokenizer import Tokenizer
-from tests.support.engine.folders import make_folder
+from tests.support.model_folders.families import make_folder
 
 
 class Bomb:

@@ -135,7 +135,7 @@ def _packed(name: str, values: list[int], argtypes, reached, before: list[bytes]
 def _linears() -> None:
     from baton.engine.layers.linear.packed import PackedLinear, unfit
     from baton.engine.weights.leaves import leaves_of
-    from tests.support.engine.weight_forms import FORMS, dense_weight
+    from tests.support.model_folders.weight_forms import FORMS, dense_weight
 
     for dtype in (torch.float32, torch.bfloat16):
         weights = {name: make((72, 96)) for name, make in FORMS.items()} | {"dense": dense_weight((72, 96), dtype)}
@@ -160,7 +160,7 @@ def _attention() -> None:
     from baton.engine.attention.base import AttentionShape
     from baton.engine.attention.native import KINDS, NativeAttention
     from baton.engine.kv.stored_forms import STORED
-    from tests.support.engine.attention_step import attended, one_step
+    from tests.support.engine.attention.attention_step import attended, one_step
 
     for dtype in KINDS:
         for form in STORED:
@@ -173,7 +173,7 @@ def _attention() -> None:
 def _layers_and_drafts() -> None:
     import tempfile
 
-    from tests.support.engine.draft_models import load, make_folders, mixed
+    from tests.support.model_folders.draft_models import load, make_folders, mixed
 
     with tempfile.TemporaryDirectory() as folder:
         target, draft = make_folders(Path(folder))
@@ -190,7 +190,7 @@ def _heads() -> None:
 
     from tests.support.bare import load_engine
     from tests.support.engine.toys import make_request
-    from tests.support.heads import make_heads, make_learned_model
+    from tests.support.model_folders.learned_model import make_heads, make_learned_model
 
     with tempfile.TemporaryDirectory() as folder:
         model = make_learned_model(Path(folder))
@@ -208,8 +208,8 @@ def _adapters() -> None:
     import tempfile
 
     from tests.support.bare import load_engine
-    from tests.support.engine.folders import make_adapter, make_folder
     from tests.support.engine.toys import make_request
+    from tests.support.model_folders.families import make_adapter, make_folder
 
     with tempfile.TemporaryDirectory() as folder:
         base, adapter = Path(folder) / "base", Path(folder) / "a"

@@ -15,7 +15,7 @@ from baton.engine.gpu_ranks import build
 from baton.worker import app, settings
 from baton.worker.ranks import device
 from kvtransfer.memory.cuda_runtime import CudaRuntime
-from tests.engine.gpu_ranks.cpu_as_gpu import stand_in
+from tests.support.engine.cpu_as_gpu import stand_in
 from tests.support.kvtransfer.cuda_stand_in import Cudart, Host
 from tests.support.worker import scripted
 from tests.support.worker.stand_in_pool import StandInPool

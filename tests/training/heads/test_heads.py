@@ -14,7 +14,7 @@ from baton.engine.speculation.proposers.proposer import Advance, Draftee, DraftR
 from baton.sampling_params import SamplingParams
 from baton.training.data.corpus import Document
 from baton.training.heads.heads import agreement, export_heads, train_heads
-from tests.support.heads import DOCUMENTS, make_learned_model, make_trainer
+from tests.support.model_folders.learned_model import DOCUMENTS, make_learned_model, make_trainer
 from tests.training.products import Products
 
 KINDS = ("medusa", "eagle")

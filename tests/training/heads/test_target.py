@@ -13,8 +13,8 @@ from baton.training.heads.heads import heads_loss, new_heads, train_heads
 from baton.training.heads.target import FrozenTarget
 from baton.training.model.export import export
 from baton.training.model.llama import Llama
-from tests.support.engine.folders import make_folder, random_ids
-from tests.support.heads import SHAPE, TEXT
+from tests.support.model_folders.families import make_folder, random_ids
+from tests.support.model_folders.learned_model import SHAPE, TEXT
 
 
 @pytest.mark.parametrize("family", ["llama3", "qwen3-next", "bamba"])

@@ -14,7 +14,7 @@ from baton.cli.models import train_draft
 from baton.engine.core.config import EngineConfig
 from baton.engine.engine import Engine
 from baton.training.model.trainer import Trainer
-from tests.support.heads import TEXT, make_learned_model
+from tests.support.model_folders.learned_model import TEXT, make_learned_model
 
 
 @pytest.fixture(scope="module")

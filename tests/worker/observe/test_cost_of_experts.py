@@ -4,7 +4,7 @@ from baton.engine.core.config import EngineConfig
 from baton.engine.engine import Engine
 from baton.engine.step_work import WorkRates
 from baton.worker.observe.roofline import Cost
-from tests.support.engine.folders import make_folder
+from tests.support.model_folders.families import make_folder
 
 
 def load(folder, name):

@@ -4,8 +4,8 @@ import json
 import struct
 from pathlib import Path
 
-from tests.support.gateway.gguf_vocabulary import CONTROL, NORMAL
 from tests.support.gateway.small_tokenizers import byte_level, sentencepiece
+from tests.support.gguf.vocabulary import CONTROL, NORMAL
 
 U32, F32, BOOL, STRING, ARRAY, I32, U64, I64, F64 = 4, 6, 7, 8, 9, 5, 10, 11, 12
 _SCALARS = {U32: "I", F32: "f", BOOL: "?", I32: "i", U64: "Q", I64: "q", F64: "d"}

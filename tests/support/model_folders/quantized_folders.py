@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from tests.support.engine.folders import make_folder
+from tests.support.model_folders.families import make_folder
 
 SIZES = dict(hidden_size=64, intermediate_size=128, vocab_size=256)
 LINEAR = re.compile(r"model\.layers\.\d+\.(self_attn|mlp)\.\w+_proj")

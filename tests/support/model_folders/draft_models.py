@@ -8,8 +8,8 @@ import torch
 from baton.engine.core.config import EngineConfig
 from baton.engine.core.request import Request
 from baton.engine.engine import Engine
-from tests.support.engine.folders import tiny
 from tests.support.engine.toys import make_request
+from tests.support.model_folders.families import tiny
 
 VOCAB = 64
 

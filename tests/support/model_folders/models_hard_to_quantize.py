@@ -10,7 +10,7 @@ from baton.engine.models.loader import Weights
 from baton.engine.models.registry import read_spec
 from baton.quantization.core.block import Block
 from baton.training.model.llama import ModelConfig
-from tests.support.engine.folders import make_folder, random_ids
+from tests.support.model_folders.families import make_folder, random_ids
 from tests.support.models import make_model
 
 # Sizes that every group divides.

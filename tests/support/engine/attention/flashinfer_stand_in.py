@@ -5,8 +5,8 @@ import types
 
 import torch
 
-from tests.support.engine.attention_step import exact
-from tests.support.engine.flash_stand_in import DEVICE, check
+from tests.support.engine.attention.attention_step import exact
+from tests.support.engine.attention.flash_stand_in import DEVICE, check
 
 calls: list[str] = []
 

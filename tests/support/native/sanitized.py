@@ -1,4 +1,4 @@
-"""pytest -p tests.support.engine.sanitized: the native kernels with AddressSanitizer and UndefinedBehaviorSanitizer in
+"""pytest -p tests.support.native.sanitized: the native kernels with AddressSanitizer and UndefinedBehaviorSanitizer in
 them, which end the process at the first fault. The interpreter must have the sanitizers' libraries preloaded."""
 
 import os

@@ -6,7 +6,7 @@ import types
 
 import torch
 
-from tests.support.engine.attention_step import exact
+from tests.support.engine.attention.attention_step import exact
 
 DEVICE = "cpu"
 calls: list[str] = []

@@ -1,0 +1,1 @@
+"""One step of attention, and what stands in for the kernels of GPUs."""

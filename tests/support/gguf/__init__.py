@@ -1,0 +1,1 @@
+"""Small .gguf files, and their vocabulary from a tokenizer.json."""
