@@ -7,9 +7,9 @@ round, of a size the dense model's.
 """
 
 if not __package__:  # started by its path
-    from lib.as_module import run
+    from lib.as_module import run_to_end
 
-    run()
+    run_to_end()
 
 import sys
 import tempfile
@@ -22,7 +22,8 @@ import torch
 from baton.engine.core.config import EngineConfig
 from baton.engine.engine import Engine
 from bench.lib.report import Report, finish, start
-from tests.support.engine.toys import make_request, run
+from tests.support.engine.collector import run_to_end
+from tests.support.engine.toy_engine import engine_request
 from tests.support.model_folders.families import make_folder
 
 LENGTHS = (1024, 2048, 4096, 8192)
@@ -60,7 +61,7 @@ def read(engine: Engine, num_tokens: int, seed: int) -> float:
     """Return the CPU seconds of a prompt and its first token."""
     ids = torch.randint(3, SIZES["vocab_size"], (num_tokens,), generator=torch.Generator().manual_seed(seed)).tolist()
     begin = time.process_time()
-    run(engine, [make_request(f"{num_tokens}-{seed}", ids, 1)])
+    run_to_end(engine, [engine_request(f"{num_tokens}-{seed}", ids, 1)])
     return time.process_time() - begin
 
 

@@ -15,7 +15,8 @@ from baton.constraints.constraint import BadConstraint, Constraint
 from baton.constraints.grammar import Vocabulary
 from baton.engine.core.request import FinishReason, Request
 from tests.engine.speculation.test_equality import check_same, serve
-from tests.support.engine.toys import check_handed_over, hand_over, make_request
+from tests.support.engine.handover import check_handed_over, hand_over
+from tests.support.engine.toy_engine import engine_request
 from tests.support.model_folders.draft_models import load
 
 MODEL = Path(__file__).resolve().parents[2] / "demo" / "target"
@@ -90,7 +91,7 @@ def asking(schemas: list[dict]) -> list[Request]:
     for index, schema in enumerate(schemas):
         sampling = [dict(), dict(temperature=1.0, seed=index), dict(temperature=0.8, top_p=0.9, seed=index)][index % 3]
         prompt_ids = TOKENIZER.encode(prompts[index % len(prompts)]).ids
-        request = make_request(f"s{index}", prompt_ids, 160, stop_token_ids=frozenset([0]), **sampling)
+        request = engine_request(f"s{index}", prompt_ids, 160, stop_token_ids=frozenset([0]), **sampling)
         requests.append(replace(request, constraint=Constraint("json_schema", json.dumps(schema))))
     return requests
 

@@ -23,7 +23,9 @@ from baton.engine.schedule.states import GroupState
 from baton.engine.speculation.control import controller
 from baton.sampling_params import SamplingParams
 from tests.engine.speculation.test_equality import check_empty, check_same, num_accepted, serve
-from tests.support.engine.toys import Collector, check_handed_over, hand_over, make_request, run
+from tests.support.engine.collector import Collector, run_to_end
+from tests.support.engine.handover import check_handed_over, hand_over
+from tests.support.engine.toy_engine import engine_request
 from tests.support.gateway.vocabularies import END, byte_vocabulary
 from tests.support.model_folders.draft_models import VOCAB, load, make_folders, mixed
 from tests.support.model_folders.families import make_adapter, make_folder
@@ -128,8 +130,8 @@ def test_several_steps_in_a_call_are_those_by_themselves(folders, monkeypatch, d
     by_call.clear()
     for request in requests[: len(CONSTRAINTS)]:
         request = replace(request, key=Key(f"{request.key.request_id} alone"))
-        run(several, [request], found)
-        run(single, [request], expected)
+        run_to_end(several, [request], found)
+        run_to_end(single, [request], expected)
     check_same(found, expected, expected)
     assert check_kept(requests, found) > 20 and max(by_call) == (1 if speculator else multi_step.MAX_STEPS)
     assert num_accepted(several) == num_accepted(single) and bool(num_accepted(several)) == bool(speculator)
@@ -149,12 +151,12 @@ def test_others_keep_their_rows_where_a_mask_cuts_proposals(tmp_path, monkeypatc
     letters = TOKENIZER.encode("abc" * 9, add_special_tokens=False).ids
     repeats = Constraint("regex", "(abc){6}")
     requests = [
-        make_request(f"{index}", letters[index:], 30, named=False, **of)
+        engine_request(f"{index}", letters[index:], 30, named=False, **of)
         for index, of in enumerate(
             [dict(constraint=repeats), dict(adapter=adapter), dict(constraint=repeats, adapter=adapter), dict()]
         )
     ]
-    found, expected = run(several, requests), run(single, requests)
+    found, expected = run_to_end(several, requests), run_to_end(single, requests)
     check_same(found, expected, expected)
     assert found[requests[0].key].answer()[0][1] is FinishReason.STOP and num_accepted(several) > 10
 
@@ -173,7 +175,7 @@ def test_a_mask_that_cannot_be_found_ends_its_step(folders, monkeypatch):
 
     monkeypatch.setattr(multi_step, "fill_mask", fill)
     with pytest.raises(MemoryError):
-        run(engine, [request])
+        run_to_end(engine, [request])
 
 
 def test_answers_keep_to_their_constraints(folders):
@@ -264,7 +266,7 @@ def test_a_constrained_answer_continues_on_another_engine(folders, name):
     engine = load(target, speculator=name, **options)
     for num_kept, request in moved:
         records = Collector(first_index=num_kept)
-        run(engine, [request], records)
+        run_to_end(engine, [request], records)
         assert records[request.key].tokens[0] == plain[request.key].tokens[0][num_kept:]
         assert records[request.key].reasons == plain[request.key].reasons
 
@@ -293,7 +295,7 @@ def test_parked_and_resumed(folders):
 
 def ask(folder, kind: str, text: str, **options) -> tuple[str, FinishReason | None, str]:
     """(text, reason, error) of one answer; every stop token is END."""
-    request = make_request("a", [1, 2, 3], **{"max_tokens": 30, "stop_token_ids": frozenset([END_ID]), **options})
+    request = engine_request("a", [1, 2, 3], **{"max_tokens": 30, "stop_token_ids": frozenset([END_ID]), **options})
     records, _ = serve(load(folder), [replace(request, constraint=Constraint(kind, text))])
     record = records[request.key]
     tokens, reason = record.answer().get(0, ([], None)) if not record.ended.error else ([], None)
@@ -342,10 +344,10 @@ def test_an_answer_that_can_be_followed_no_further_is_not_whole(folders, monkeyp
 
 def test_a_constraint_that_does_not_compile_ends_its_request_alone(folders):
     engine = load(folders[0])
-    bad = replace(make_request("bad", [1, 2, 3]), constraint=Constraint("regex", "(a"))
-    records, _ = serve(engine, [bad, make_request("good", [1, 2, 3])])
+    bad = replace(engine_request("bad", [1, 2, 3]), constraint=Constraint("regex", "(a"))
+    records, _ = serve(engine, [bad, engine_request("good", [1, 2, 3])])
     assert records[bad.key].ended.error == "constraint" and "unclosed group" in records[bad.key].ended.message
-    assert not records[make_request("good", [1]).key].ended.error
+    assert not records[engine_request("good", [1]).key].ended.error
 
 
 def test_others_go_on_while_a_grammar_compiles(folders, monkeypatch):
@@ -353,7 +355,7 @@ def test_others_go_on_while_a_grammar_compiles(folders, monkeypatch):
     engine, gate = load(folders[0]), threading.Event()
     compile = engine.grammars.vocabulary.compile
     monkeypatch.setattr(engine.grammars.vocabulary, "compile", lambda constraint: gate.wait() and compile(constraint))
-    slow, gone, free = (make_request(name, [1, 2, 3], 6) for name in ("slow", "gone", "free"))
+    slow, gone, free = (engine_request(name, [1, 2, 3], 6) for name in ("slow", "gone", "free"))
     records = Collector()
     for request in (replace(slow, constraint=CONSTRAINTS[4]), replace(gone, constraint=CONSTRAINTS[5]), free):
         engine.submit(request)
@@ -378,8 +380,8 @@ def test_others_have_several_steps_in_a_call_while_a_grammar_compiles(gated, mon
     calls, by_call = engine._multi_step._run, []
     monkeypatch.setattr(engine._multi_step, "_run", lambda *each: by_call.append(calls(*each)) or by_call[-1])
     slow, free = (
-        replace(make_request("slow", [1, 2, 3], 6), constraint=CONSTRAINTS[4]),
-        make_request("free", [1, 2, 3], 40),
+        replace(engine_request("slow", [1, 2, 3], 6), constraint=CONSTRAINTS[4]),
+        engine_request("free", [1, 2, 3], 40),
     )
     records = Collector()
     for request in (slow, free):
@@ -388,7 +390,7 @@ def test_others_have_several_steps_in_a_call_while_a_grammar_compiles(gated, mon
         records.take(engine.step())
     assert records[slow.key].first is None and max(by_call) == multi_step.MAX_STEPS
     gate.set()
-    run(engine, collector=records)
+    run_to_end(engine, collector=records)
     assert records[slow.key].ended.error == ""
 
 
@@ -396,7 +398,7 @@ def test_others_have_several_steps_in_a_call_while_a_grammar_compiles(gated, mon
 def test_parked_while_its_grammar_compiles(gated, is_read_again):
     """Of what was posted meanwhile each counts, in order."""
     engine, gate, _ = gated
-    request = replace(make_request("a", [1, 2, 3], 6), constraint=CONSTRAINTS[4])
+    request = replace(engine_request("a", [1, 2, 3], 6), constraint=CONSTRAINTS[4])
     admission, records = engine.admission, Collector(first_index=1)
     admission.admit(request)
     admission.set_aside(request.key, 3)
@@ -413,7 +415,7 @@ def test_parked_while_its_grammar_compiles(gated, is_read_again):
         assert admission.groups[request.key].state is GroupState.PARKED
         assert engine.ledger.num_available == engine.num_blocks and not records[request.key].tokens
         admission.resume(request.key)
-        run(engine, collector=records)
+        run_to_end(engine, collector=records)
     assert records[request.key].ended.error == ""
     check_empty(engine)
 
@@ -422,7 +424,7 @@ def test_what_nobody_waits_for_is_not_compiled(gated, monkeypatch):
     """Its requests ended before its turn came, or were refused."""
     engine, gate, compiled = gated
     regexes = [Constraint("regex", f"a{{{n}}}") for n in range(1, 23)]
-    requests = [replace(make_request(each.text, [1, 2, 3], 2), constraint=each) for each in regexes]
+    requests = [replace(engine_request(each.text, [1, 2, 3], 2), constraint=each) for each in regexes]
     slow, gone, last = requests[0], requests[1:-1], requests[-1]
     engine.submit(slow)
     for request in gone:
@@ -431,7 +433,7 @@ def test_what_nobody_waits_for_is_not_compiled(gated, monkeypatch):
         engine.step()
     with monkeypatch.context() as patched, pytest.raises(Refusal):
         patched.setattr(engine.admission.shares, "has_blocks", lambda *_: False)
-        engine.submit(replace(make_request("refused", [1, 2, 3]), constraint=Constraint("regex", "b")))
+        engine.submit(replace(engine_request("refused", [1, 2, 3]), constraint=Constraint("regex", "b")))
     engine.submit(last)
     engine.submit(replace(gone[0], key=Key("again")))
     gate.set()
@@ -449,10 +451,10 @@ def test_tenants_take_turns_to_have_theirs_compiled(gated):
     own = Constraint("regex", "b")
     asked = [*((each, b"many") for each in many), (many[-1], b"few"), (own, b"other")]
     for index, (constraint, tenant) in enumerate(asked):
-        request = make_request(f"r{index}", [1, 2, 3], 2)
+        request = engine_request(f"r{index}", [1, 2, 3], 2)
         engine.submit(replace(request, constraint=constraint, tenant_mark=tenant))
     gate.set()
-    run(engine)
+    run_to_end(engine)
     assert compiled[0] == many[0] and set(compiled[1:3]) == {many[-1], own}
     assert sorted(compiled) == sorted([*many, own])
     check_empty(engine)
@@ -462,13 +464,13 @@ def test_what_a_tenant_waits_for_no_more_is_compiled_in_the_turns_of_others(gate
     engine, gate, compiled = gated
     many = [Constraint("regex", f"a{{{n}}}") for n in range(1, 9)]
     for index, each in enumerate(many):
-        engine.submit(replace(make_request(f"r{index}", [1, 2, 3], 2), constraint=each, tenant_mark=b"many"))
-    gone = replace(make_request("gone", [1, 2, 3], 2), constraint=many[-1], tenant_mark=b"few")
+        engine.submit(replace(engine_request(f"r{index}", [1, 2, 3], 2), constraint=each, tenant_mark=b"many"))
+    gone = replace(engine_request("gone", [1, 2, 3], 2), constraint=many[-1], tenant_mark=b"few")
     engine.submit(gone)
     engine.cancel(gone.key)
     engine.step()
     gate.set()
-    run(engine)
+    run_to_end(engine)
     assert compiled == many
     check_empty(engine)
 
@@ -497,6 +499,6 @@ def test_an_engine_without_a_tokenizer_refuses(tmp_path):
     engine = load(target)
     assert engine.grammars is None
     with pytest.raises(ValueError, match="no grammars over this model's tokenizer"):
-        engine.submit(replace(make_request("a", [1, 2]), constraint=CONSTRAINTS[0]))
+        engine.submit(replace(engine_request("a", [1, 2]), constraint=CONSTRAINTS[0]))
     engine.check_integrity()
     assert engine.ledger.num_available == engine.num_blocks

@@ -16,7 +16,9 @@ from baton.engine.engine import Engine
 from baton.engine.ranks.spawn import OwnMemory
 from baton.engine.start_line import start_details, start_line
 from kvtransfer.layout import NumericsClass
-from tests.support.engine.toys import Collector, check_handed_over, hand_over, make_request, run
+from tests.support.engine.collector import Collector, run_to_end
+from tests.support.engine.handover import check_handed_over, hand_over
+from tests.support.engine.toy_engine import engine_request
 from tests.support.model_folders.families import save_tiny
 
 VOCAB = 256
@@ -39,7 +41,7 @@ def alone(folder):
 
     def answer(request):
         if request.key not in answers:
-            answers[request.key] = run(load(folder, max_num_batched_tokens=512), [request])[request.key]
+            answers[request.key] = run_to_end(load(folder, max_num_batched_tokens=512), [request])[request.key]
         return answers[request.key]
 
     return answer
@@ -54,14 +56,14 @@ def mix(longer: int = 0) -> list:
     shared = prompt(140, 0)
     sampled = dict(temperature=0.9, top_k=50, top_p=0.95)
     return [
-        make_request("greedy", prompt(70, 1), 60 + longer, logprobs=3),
-        make_request("short", prompt(3, 2), 90 + longer, logprobs=0),
-        make_request("shared", shared + prompt(20, 3), 50 + longer, logprobs=2),
-        make_request("sampled", shared + prompt(31, 4), 60 + longer, seed=7, **sampled),
-        make_request("choices", shared[:100], 40 + longer, n=3, seed=8, logprobs=1, **sampled),
-        make_request("repeated", prompt(90, 5), 60 + longer, seed=9, repetition_penalty=1.3, **sampled),
-        make_request("present", prompt(20, 7), 30 + longer, seed=10, presence_penalty=0.4, **sampled),
-        make_request("frequent", prompt(64, 6), 60 + longer, frequency_penalty=0.7, logit_bias=((5, 2.0), (9, -3.0))),
+        engine_request("greedy", prompt(70, 1), 60 + longer, logprobs=3),
+        engine_request("short", prompt(3, 2), 90 + longer, logprobs=0),
+        engine_request("shared", shared + prompt(20, 3), 50 + longer, logprobs=2),
+        engine_request("sampled", shared + prompt(31, 4), 60 + longer, seed=7, **sampled),
+        engine_request("choices", shared[:100], 40 + longer, n=3, seed=8, logprobs=1, **sampled),
+        engine_request("repeated", prompt(90, 5), 60 + longer, seed=9, repetition_penalty=1.3, **sampled),
+        engine_request("present", prompt(20, 7), 30 + longer, seed=10, presence_penalty=0.4, **sampled),
+        engine_request("frequent", prompt(64, 6), 60 + longer, frequency_penalty=0.7, logit_bias=((5, 2.0), (9, -3.0))),
     ]
 
 
@@ -85,14 +87,16 @@ def submit_all(engine: Engine, requests, chance: random.Random | None = None) ->
                 records.take(engine.step())
         for _ in range(chance.randint(0, 12) if chance else 0):
             records.take(engine.step())
-    return run(engine, collector=records)
+    return run_to_end(engine, collector=records)
 
 
 @pytest.mark.parametrize("dtype, block_size", [("fp32", 16), ("fp32", 128), ("bf16", 16), ("bf16", 32)])
 def test_batched_and_chunked_as_alone(folder, dtype, block_size):
     requests = mix()
     options = dict(dtype=dtype, block_size=block_size, num_blocks=2048 // block_size)
-    singles = {request.key: run(load(folder, max_num_batched_tokens=512, **options), [request]) for request in requests}
+    singles = {
+        request.key: run_to_end(load(folder, max_num_batched_tokens=512, **options), [request]) for request in requests
+    }
     for chunk in (70, 150):
         engine = load(folder, max_num_batched_tokens=chunk, **options)
         records = submit_all(engine, requests, random.Random(chunk))
@@ -123,10 +127,10 @@ def test_from_the_cache_as_alone(folder, alone):
 def test_the_next_turn_from_decoded_kv_as_from_scratch(folder):
     """KV that was decoded feeds the next turn's prefill: the same bits as reading it all."""
     engine = load(folder)
-    first = make_request("a", prompt(100, 1), 120)
-    answer = run(engine, [first])[first.key].answer()[0][0]
-    second = make_request("b", [*first.token_ids, *answer, *prompt(10, 2)], 40, logprobs=2)
-    warm, cold = run(engine, [second])[second.key], run(load(folder), [second])[second.key]
+    first = engine_request("a", prompt(100, 1), 120)
+    answer = run_to_end(engine, [first])[first.key].answer()[0][0]
+    second = engine_request("b", [*first.token_ids, *answer, *prompt(10, 2)], 40, logprobs=2)
+    warm, cold = run_to_end(engine, [second])[second.key], run_to_end(load(folder), [second])[second.key]
     assert warm.first.num_cached_tokens == 192 and cold.first.num_cached_tokens == 0
     assert warm.answer() == cold.answer() and warm.logprobs == cold.logprobs
 
@@ -173,7 +177,7 @@ def test_the_pool_lies_in_memory_that_is_given(folder):
     config = EngineConfig(model=folder, block_size=16, num_blocks=32, max_num_seqs=2, threads=1)
     engine = Engine.load(config, memory_for)
     assert len(given[0].memory) == 32 * engine.layout.block_bytes
-    run(engine, [make_request("a", prompt(50, 1), 4)])
+    run_to_end(engine, [engine_request("a", prompt(50, 1), 4)])
     assert any(given[0].memory)
 
 

@@ -7,7 +7,8 @@ from transformers import AutoModel, LlamaForCausalLM
 from baton.engine.core.model_errors import ModelError
 from baton.engine.core.pooling import Pooling, PoolingParams
 from tests.engine.test_engine import VOCAB, load, prompt
-from tests.support.engine.toys import make_request, run
+from tests.support.engine.collector import run_to_end
+from tests.support.engine.toy_engine import engine_request
 from tests.support.model_folders import quantized_folders
 from tests.support.model_folders.families import make_folder, save_tiny
 
@@ -25,11 +26,11 @@ def asked(name: str, pooling: Pooling = Pooling.LAST, normalize: bool = False, d
 
 def request_for(token_ids: list[int], pooling: Pooling, normalize: bool = False, dimensions: int = 0):
     params = PoolingParams(pooling, normalize, dimensions)
-    return make_request(f"{len(token_ids)} {pooling.name}", token_ids, 0, named=False, pooling=params)
+    return engine_request(f"{len(token_ids)} {pooling.name}", token_ids, 0, named=False, pooling=params)
 
 
 def embed(engine, *requests) -> list[tuple[float, ...]]:
-    records = run(engine, requests)
+    records = run_to_end(engine, requests)
     assert all(records[request.key].first.first_tokens == () for request in requests)
     assert not any(records[request.key].ended.error for request in requests)
     return [records[request.key].first.pooled for request in requests]
@@ -82,7 +83,7 @@ def test_a_folder_without_a_head_that_is_not_tied(tmp_path, quantization):
 def test_labels_as_transformers_and_in_chunks(folder):
     theirs = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     params = PoolingParams(label_token_ids=(9, 200, 5))
-    requests = [make_request(name, ids, 0, named=False, pooling=params) for name, ids in PROMPTS.items()]
+    requests = [engine_request(name, ids, 0, named=False, pooling=params) for name, ids in PROMPTS.items()]
     whole = [embed(load(folder, max_num_batched_tokens=512), request)[0] for request in requests]
     assert embed(load(folder, max_num_batched_tokens=70), *requests) == whole
     for token_ids, ours in zip(PROMPTS.values(), whole, strict=True):
@@ -103,7 +104,7 @@ def alone(folder):
 @pytest.mark.parametrize("chunk", [70, 100])
 def test_in_chunks_and_beside_others_as_alone(folder, alone, chunk):
     engine = load(folder, max_num_batched_tokens=chunk)
-    engine.submit(make_request("written", prompt(40, 9), 30))
+    engine.submit(engine_request("written", prompt(40, 9), 30))
     for pooling in Pooling:
         keys = [(name, pooling) for name in PROMPTS]
         assert embed(engine, *(asked(*key) for key in keys)) == [alone[key] for key in keys]
@@ -124,7 +125,7 @@ def test_nothing_of_it_stays(folder):
 
 def test_what_is_cached_is_read_again(folder, alone):
     engine = load(folder)
-    run(engine, [make_request("plain", PROMPTS["long"], 4)])
+    run_to_end(engine, [engine_request("plain", PROMPTS["long"], 4)])
     for pooling in Pooling:
         assert embed(engine, asked("long", pooling)) == [alone["long", pooling]]
 
@@ -136,7 +137,7 @@ def test_one_that_was_preempted_is_read_again(folder, alone):
     (group,) = engine.lifecycle.groups.values()
     assert 0 < group.trunk.num_computed < 150
     engine.scheduler.preempt(group.trunk)
-    assert run(engine)[request.key].first.pooled == alone["long", Pooling.MEAN]
+    assert run_to_end(engine)[request.key].first.pooled == alone["long", Pooling.MEAN]
 
 
 def test_cancelled_in_the_middle(folder):
@@ -144,5 +145,5 @@ def test_cancelled_in_the_middle(folder):
     engine.submit(request := asked("long"))
     engine.step()
     engine.cancel(request.key)
-    assert run(engine)[request.key].ended.error == "cancelled"
+    assert run_to_end(engine)[request.key].ended.error == "cancelled"
     assert engine.ledger.counts()["free"] == engine.num_blocks

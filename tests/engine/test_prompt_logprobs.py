@@ -9,7 +9,9 @@ from transformers import LlamaForCausalLM
 from baton.engine.core.request import TokenLogprobs
 from baton.engine.sampling.sampler import PROMPT_ROWS
 from tests.engine.test_engine import VOCAB, load, prompt
-from tests.support.engine.toys import Collector, hand_over, make_request, run
+from tests.support.engine.collector import Collector, run_to_end
+from tests.support.engine.handover import hand_over
+from tests.support.engine.toy_engine import engine_request
 from tests.support.model_folders.families import save_tiny
 
 PROMPT = prompt(150, 1)
@@ -21,11 +23,11 @@ def folder(tmp_path_factory):
 
 
 def asked(name: str, token_ids=PROMPT, count: int = 3, **options):
-    return make_request(name, token_ids, 4, prompt_logprobs=count, **options)
+    return engine_request(name, token_ids, 4, prompt_logprobs=count, **options)
 
 
 def read(engine, request) -> tuple[TokenLogprobs, ...]:
-    return run(engine, [request])[request.key].first.prompt_logprobs
+    return run_to_end(engine, [request])[request.key].first.prompt_logprobs
 
 
 @pytest.fixture(scope="module")
@@ -47,8 +49,8 @@ def test_logprobs_of_a_prompt_are_those_of_transformers(folder, whole):
 @pytest.mark.parametrize("chunk", [70, 100])
 def test_in_chunks_and_beside_others_as_whole(folder, whole, chunk):
     engine = load(folder, max_num_batched_tokens=chunk)
-    others = [make_request("plain", prompt(90, 2), 30), asked("other", prompt(90, 3), 1, n=2, temperature=1.0)]
-    records = run(engine, [*others, asked("again")])
+    others = [engine_request("plain", prompt(90, 2), 30), asked("other", prompt(90, 3), 1, n=2, temperature=1.0)]
+    records = run_to_end(engine, [*others, asked("again")])
     assert len(PROMPT) > PROMPT_ROWS and chunk % PROMPT_ROWS  # of other rows at a time
     assert records[asked("again").key].first.prompt_logprobs == whole
     assert len(records[others[1].key].first.prompt_logprobs) == 89
@@ -57,18 +59,18 @@ def test_in_chunks_and_beside_others_as_whole(folder, whole, chunk):
 
 def test_what_is_cached_is_read_again(folder, whole):
     engine = load(folder)
-    plain = make_request("plain", PROMPT, 4)
-    run(engine, [plain])
-    records = run(engine, [request := asked("again")])
+    plain = engine_request("plain", PROMPT, 4)
+    run_to_end(engine, [plain])
+    records = run_to_end(engine, [request := asked("again")])
     assert records[request.key].first.num_cached_tokens == 0
     assert records[request.key].first.prompt_logprobs == whole
     again = replace(plain, key=plain.key._replace(attempt=1))
-    assert run(engine, [again])[again.key].first.num_cached_tokens == 128  # what was there is there
+    assert run_to_end(engine, [again])[again.key].first.num_cached_tokens == 128  # what was there is there
 
 
 def test_those_of_a_prompt_that_is_handed_over_are_those_of_the_whole(folder, whole):
     taker = load(folder)
-    run(taker, [make_request("plain", PROMPT, 4)])
+    run_to_end(taker, [engine_request("plain", PROMPT, 4)])
     firsts, _ = hand_over(load(folder, max_num_batched_tokens=100), taker, [request := asked("held")])
     assert firsts[request.key].first.prompt_logprobs == whole
 
@@ -76,17 +78,17 @@ def test_those_of_a_prompt_that_is_handed_over_are_those_of_the_whole(folder, wh
 def test_a_prompt_that_was_preempted_is_read_on_to_the_same_end(folder, whole):
     engine = load(folder, max_num_batched_tokens=70)
     engine.submit(request := asked("preempted"))
-    engine.submit(make_request("beside", PROMPT, 4))  # names the same units, and may be ahead
+    engine.submit(engine_request("beside", PROMPT, 4))  # names the same units, and may be ahead
     engine.step()
     (group,) = (group for group in engine.lifecycle.groups.values() if group.key == request.key)
     assert 0 < group.trunk.num_computed < len(PROMPT)
     engine.scheduler.preempt(group.trunk)
-    assert run(engine)[request.key].first.prompt_logprobs == whole
+    assert run_to_end(engine)[request.key].first.prompt_logprobs == whole
 
 
 def test_those_of_an_answer_read_as_a_prompt_are_those_it_was_written_with(folder):
-    request = make_request("a", PROMPT, 40, logprobs=2)
-    record = run(load(folder), [request])[request.key]
+    request = engine_request("a", PROMPT, 40, logprobs=2)
+    record = run_to_end(load(folder), [request])[request.key]
     longer = asked("b", [*PROMPT, *record.tokens[0]], 2)
     assert list(read(load(folder), longer)[-40:]) == record.logprobs[0]
 
@@ -98,7 +100,7 @@ def test_one_token_has_none(folder):
 def test_only_the_prompt_of_a_sequence_that_moved_here(folder, whole):
     moved = asked("moved", [*PROMPT, *prompt(20, 9)], num_prompt_tokens=len(PROMPT))
     moved = replace(moved, max_tokens=30)
-    records = run(load(folder, max_num_batched_tokens=100), [moved], Collector(first_index=20))
+    records = run_to_end(load(folder, max_num_batched_tokens=100), [moved], Collector(first_index=20))
     assert records[moved.key].first.prompt_logprobs == whole
 
 

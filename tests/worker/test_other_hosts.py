@@ -39,7 +39,8 @@ from baton.worker.ranks.listener import RankListener
 from baton.worker.ranks.rank import NotJoined, RankSettings, _load, serve_rank
 from baton.worker.ranks.stream import PATH
 from baton.worker.settings import WorkerSettings
-from tests.support.engine.toys import make_request, run
+from tests.support.engine.collector import run_to_end
+from tests.support.engine.toy_engine import engine_request
 from tests.support.models import TINY, make_model
 from tests.support.native.ranked import depths_of
 from tests.support.pace import patience
@@ -81,10 +82,10 @@ def config_of(model, **options) -> EngineConfig:
 
 def answers(engine: Engine) -> dict:
     """Two choices too, the second of which copies a block; beside so many that each stage has a step."""
-    requests = [make_request(str(len(ids)), ids, 16) for ids in PROMPTS]
-    requests.append(make_request("two", PROMPTS[1], 16, temperature=1.0, seed=3, n=2))
-    requests += [make_request(f"many{index}", [5 + index] * 6, 16) for index in range(24)]
-    return {key: record.answer() for key, record in run(engine, requests).items()}
+    requests = [engine_request(str(len(ids)), ids, 16) for ids in PROMPTS]
+    requests.append(engine_request("two", PROMPTS[1], 16, temperature=1.0, seed=3, n=2))
+    requests += [engine_request(f"many{index}", [5 + index] * 6, 16) for index in range(24)]
+    return {key: record.answer() for key, record in run_to_end(engine, requests).items()}
 
 
 def given_to_a_rank(config: EngineConfig, model, build: str | None = None) -> Assignment:
@@ -155,7 +156,7 @@ async def test_a_lost_rank_of_another_host_ends_every_wait(listen, fork_server, 
         config = config_of(model, pipeline_parallel=2, remote_stages=1)
         engine = await asyncio.to_thread(Engine.load, config, joining=listener)
         engine.ranks.when_lost(reasons.append)
-        engine.submit(make_request("a", PROMPTS[1], 800))
+        engine.submit(engine_request("a", PROMPTS[1], 800))
         await asyncio.to_thread(engine.step)
         await asyncio.sleep(0.3)  # it has been heard
         os.kill(rank.pid, how)

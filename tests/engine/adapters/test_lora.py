@@ -11,7 +11,8 @@ from baton.engine.core.config import EngineConfig
 from baton.engine.core.model_errors import ModelError
 from baton.engine.core.request import Refusal
 from baton.engine.engine import Engine
-from tests.support.engine.toys import make_request, run
+from tests.support.engine.collector import run_to_end
+from tests.support.engine.toy_engine import engine_request
 from tests.support.model_folders.families import make_adapter, make_folder, random_ids
 
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
@@ -43,8 +44,8 @@ def identities(engine: Engine) -> dict[str, bytes]:
 
 def logprobs_of(engine: Engine, adapter: bytes = b"") -> torch.Tensor:
     """Of each token of the prompt, and of the one drawn behind it."""
-    request = make_request("asked", PROMPT, 2, prompt_logprobs=0, logprobs=0, adapter=adapter)
-    record = run(engine, [request])[request.key]
+    request = engine_request("asked", PROMPT, 2, prompt_logprobs=0, logprobs=0, adapter=adapter)
+    record = run_to_end(engine, [request])[request.key]
     entries = [*record.first.prompt_logprobs, *record.logprobs[0]]
     return torch.tensor([entry.chosen[1] for entry in entries])
 
@@ -121,7 +122,7 @@ def mix(engine: Engine) -> list:
     for index, adapter in enumerate(adapters):
         token_ids = PROMPT if index < 3 else random_ids(20 + index, index)
         options = SAMPLED | {"seed": index} if index % 2 else {"logprobs": 1}
-        requests.append(make_request(f"r{index}", token_ids, 16, named=False, adapter=adapter, **options))
+        requests.append(engine_request(f"r{index}", token_ids, 16, named=False, adapter=adapter, **options))
     return requests
 
 
@@ -140,10 +141,10 @@ def test_mixed_as_alone(folders, options):
     """Chunked, with others of other adapters and of none: the bits of each are those it has alone."""
     engine = load(*folders, **options)
     requests = mix(engine)
-    records = run(engine, requests)
+    records = run_to_end(engine, requests)
     answers = set()
     for request in requests:
-        alone = run(load(*folders, **options), [request])[request.key]
+        alone = run_to_end(load(*folders, **options), [request])[request.key]
         assert not records[request.key].ended.error, records[request.key].ended.message
         assert records[request.key].answer() == alone.answer()
         assert records[request.key].logprobs == alone.logprobs, f"{request.key}: logprobs differ in their bits"
@@ -158,7 +159,7 @@ def test_threads_share_an_adapter(folders):
         for threads in (1, 3):
             torch.set_num_threads(threads)
             engine = load(*folders, threads=threads)
-            records = run(engine, mix(engine))
+            records = run_to_end(engine, mix(engine))
             found.append({key: record.logprobs for key, record in records.items()})
     finally:
         torch.set_num_threads(num_threads)
@@ -167,7 +168,7 @@ def test_threads_share_an_adapter(folders):
 
 def test_base_as_without_adapters(folders):
     requests = [request for request in mix(load(*folders)) if not request.adapter]
-    plain, beside = run(load(folders[0]), requests), run(load(*folders), requests)
+    plain, beside = run_to_end(load(folders[0]), requests), run_to_end(load(*folders), requests)
     assert all(plain[each.key].logprobs == beside[each.key].logprobs for each in requests)
 
 
@@ -181,7 +182,7 @@ def test_quantized_base(folders):
 def test_an_adapter_that_is_not_here(folders):
     engine = load(*folders)
     with pytest.raises(Refusal, match="no_adapter"):
-        engine.submit(make_request("unknown", PROMPT, adapter=bytes(32)))
+        engine.submit(engine_request("unknown", PROMPT, adapter=bytes(32)))
     engine.check_integrity()
 
 

@@ -12,7 +12,8 @@ from baton.engine.core.config import EngineConfig
 from baton.engine.engine import Engine
 from baton.engine.parallel.adapters import HeldAdapters, SentAdapters
 from tests.engine.adapters.test_lora import ATTENTION, TARGETS
-from tests.support.engine.toys import make_request, run
+from tests.support.engine.collector import run_to_end
+from tests.support.engine.toy_engine import engine_request
 from tests.support.model_folders.families import make_adapter, make_folder, random_ids
 
 pytestmark = pytest.mark.usefixtures("forked_ranks")
@@ -31,11 +32,11 @@ def answers(engine: Engine) -> dict:
     """Of prompts with one adapter, with the other and without, in one batch."""
     listed = engine.adapters.listed()
     requests = [
-        make_request(f"{name or 'base'}{seed}", random_ids(40 + 60 * seed, seed), 12, adapter=listed.get(name, b""), seed=seed, **SAMPLED)
+        engine_request(f"{name or 'base'}{seed}", random_ids(40 + 60 * seed, seed), 12, adapter=listed.get(name, b""), seed=seed, **SAMPLED)
         for seed in range(2)
         for name in ("a", "", "b")
     ]  # fmt: skip
-    return {key: (record.answer(), record.logprobs) for key, record in run(engine, requests).items()}
+    return {key: (record.answer(), record.logprobs) for key, record in run_to_end(engine, requests).items()}
 
 
 def make(folder, name: str):
@@ -87,8 +88,8 @@ def test_one_slot_for_two(folder, options):
     try:
         for turn, name in enumerate("abab"):
             identity = engine.adapters.listed()[name]
-            request = make_request(f"turn{turn}", random_ids(50, turn), 6, adapter=identity, logprobs=1)
-            ours, theirs = (run(each, [request])[request.key] for each in (engine, alone))
+            request = engine_request(f"turn{turn}", random_ids(50, turn), 6, adapter=identity, logprobs=1)
+            ours, theirs = (run_to_end(each, [request])[request.key] for each in (engine, alone))
             assert ours.answer() == theirs.answer() and ours.logprobs == theirs.logprobs
     finally:
         engine.ranks.close()

@@ -28,7 +28,8 @@ from baton.engine.models import decoder
 from baton.engine.models.loader import load_model
 from baton.engine.models.registry import read_spec
 from tests.engine.adapters.test_lora import ATTENTION, MLP, PROMPT, identities, load
-from tests.support.engine.toys import make_request, run
+from tests.support.engine.collector import run_to_end
+from tests.support.engine.toy_engine import engine_request
 from tests.support.model_folders.families import make_adapter, make_folder
 
 
@@ -248,8 +249,8 @@ def test_answers_do_not_depend_on_slots(folders):
     assert len(tight.adapters.ready) == 1 and len(loose.adapters.ready) == 3
     order = "abcacb"
     for index, name in enumerate(order):
-        request = make_request(f"r{index}", PROMPT, 8, named=False, logprobs=1, adapter=identities(loose)[name])
-        records = [run(engine, [request])[request.key] for engine in (tight, loose)]
+        request = engine_request(f"r{index}", PROMPT, 8, named=False, logprobs=1, adapter=identities(loose)[name])
+        records = [run_to_end(engine, [request])[request.key] for engine in (tight, loose)]
         assert records[0].logprobs == records[1].logprobs and records[0].answer() == records[1].answer()
         tight.check_integrity()
 
@@ -257,9 +258,9 @@ def test_answers_do_not_depend_on_slots(folders):
 def test_all_slots_in_use(folders):
     engine = load(*folders, adapter_slots=1)
     known = identities(engine)
-    engine.submit(make_request("first", PROMPT, 8, adapter=known["a"]))
+    engine.submit(engine_request("first", PROMPT, 8, adapter=known["a"]))
     with pytest.raises(Refusal, match="adapter_slots"):
-        engine.submit(make_request("second", PROMPT, 8, adapter=known["b"]))
+        engine.submit(engine_request("second", PROMPT, 8, adapter=known["b"]))
     engine.check_integrity()
     assert engine.load_report().ready_adapters == (known["a"],)
     assert load(*folders).load_report().ready_adapters == (), "without a bound each is ready"

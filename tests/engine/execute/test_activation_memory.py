@@ -11,7 +11,8 @@ from baton.engine.execute import activation_memory
 from baton.engine.execute.activation_memory import HeapActivations
 from baton.engine.layers.linear.packed import PackedLinear
 from baton.engine.weights.forms import DenseWeight
-from tests.support.engine.toys import make_request, run
+from tests.support.engine.collector import run_to_end
+from tests.support.engine.toy_engine import engine_request
 from tests.support.models import make_model
 
 
@@ -84,7 +85,7 @@ def test_an_engine_takes_more_for_more_tokens(linear, tmp_path):
     seen = engine.runner.launcher.activations
     found = []
     for num_tokens in (16, 400, 16):
-        run(engine, [make_request(str(len(found)), list(range(5, 5 + num_tokens)), max_tokens=2)])
+        run_to_end(engine, [engine_request(str(len(found)), list(range(5, 5 + num_tokens)), max_tokens=2)])
         found.append(seen.num_bytes)
     hidden = 400 * engine.spec.hidden_size * 2
     assert found[1] >= hidden and found[1] >= found[0]

@@ -28,7 +28,8 @@ from baton.engine.execute.watermark import LayerEvents
 from baton.engine.parallel.collectives import RankLost
 from baton.engine.sampling.on_device import DeviceSampler
 from tests.engine.execute.test_graphs import compute_again
-from tests.support.engine.toys import make_request, run, toy_engine
+from tests.support.engine.collector import run_to_end
+from tests.support.engine.toy_engine import engine_request, toy_engine
 from tests.support.model_folders.families import make_few_heads, random_ids
 
 pytestmark = [
@@ -64,14 +65,17 @@ def test_an_engine_that_overlaps_in_graphs_gives_the_tokens_of_one_that_does_not
         max_num_batched_tokens=66,
     )  # fmt: skip
     sampled = dict(temperature=0.9, seed=3, top_p=0.9)
-    requests = [make_request("greedy", random_ids(9, 1), 6), make_request("sampled", random_ids(14, 2), 4, **sampled)]
+    requests = [
+        engine_request("greedy", random_ids(9, 1), 6),
+        engine_request("sampled", random_ids(14, 2), 4, **sampled),
+    ]
     plain, over = Engine.load(config), Engine.load(config)
     made = over.runner.launcher = GpuLauncher(over.runner.model, over.pool, over.config, False)
     assert made.overlaps and made.num_graphs == 2
     launches = []
     launch = made.launch
     made.launch = lambda batch, *given: launches.append(batch.token_ids) or launch(batch, *given)
-    wanted, found = run(plain, requests), run(over, requests)
+    wanted, found = run_to_end(plain, requests), run_to_end(over, requests)
     assert {key: record.answer() for key, record in found.items()} == {key: r.answer() for key, r in wanted.items()}
     assert sum(bool((ids < 0).all()) for ids in launches) > 2
 
@@ -104,12 +108,12 @@ def test_a_prompt_alone_is_read_in_a_graph(tmp_path, device, monkeypatch):
     config = EngineConfig(
         tmp_path, device="cpu", attention="triton", block_size=16, num_blocks=4, max_num_seqs=1, max_model_len=64
     )
-    requests = [make_request("alone", random_ids(11, 1), 3)]
+    requests = [engine_request("alone", random_ids(11, 1), 3)]
     plain, engine = Engine.load(config), Engine.load(config)
     made = engine.runner.launcher = GpuLauncher(engine.runner.model, engine.pool, engine.config, False)
     shapes, run_graph = [], made._graphs.run
     made._graphs.run = lambda batch, shape, *before: shapes.append(shape) or run_graph(batch, shape, *before)
-    wanted, found = run(plain, requests), run(engine, requests)
+    wanted, found = run_to_end(plain, requests), run_to_end(engine, requests)
     assert found["alone"].answer() == wanted["alone"].answer()
     assert [(shape.num_tokens, shape.num_rows) for shape in shapes] == [(16, 1), (1, 1), (1, 1)]
 
@@ -124,14 +128,14 @@ def test_what_is_asked_of_each_token_of_a_prompt_is_read_in_no_graph(tmp_path, d
     )
     mean = PoolingParams(Pooling.MEAN)
     requests = [
-        make_request("asked", random_ids(11, 1), 1, prompt_logprobs=2),
-        make_request("pooled", random_ids(11, 1), 0, named=False, pooling=mean),
+        engine_request("asked", random_ids(11, 1), 1, prompt_logprobs=2),
+        engine_request("pooled", random_ids(11, 1), 0, named=False, pooling=mean),
     ]
     plain, engine = Engine.load(config), Engine.load(config)
     made = engine.runner.launcher = GpuLauncher(engine.runner.model, engine.pool, engine.config, False)
     monkeypatch.setattr(made._graphs, "run", None)
     for request in requests:
-        wanted, found = (run(each, [request])[request.key].first for each in (plain, engine))
+        wanted, found = (run_to_end(each, [request])[request.key].first for each in (plain, engine))
         assert (found.prompt_logprobs, found.pooled) == (wanted.prompt_logprobs, wanted.pooled)
         assert found.prompt_logprobs or found.pooled
 
@@ -148,10 +152,10 @@ def test_a_step_that_draws_nothing_asks_for_no_logits(tmp_path, device):
     engine.runner.launcher = GpuLauncher(model, engine.pool, engine.config, False)
     model.head = lambda x: rows.append(len(x)) or head(x)
     last = PoolingParams(Pooling.LAST)
-    run(engine, [make_request("chunks", random_ids(70, 1), 2)])
+    run_to_end(engine, [engine_request("chunks", random_ids(70, 1), 2)])
     assert rows and 0 not in rows
     rows.clear()
-    run(engine, [make_request("pooled", random_ids(11, 1), 0, named=False, pooling=last)])
+    run_to_end(engine, [engine_request("pooled", random_ids(11, 1), 0, named=False, pooling=last)])
     assert not rows
 
 
@@ -164,11 +168,11 @@ def test_steps_that_cannot_be_captured_run_all_the_same(tmp_path, device, monkey
     config = EngineConfig(
         tmp_path, device="cpu", attention="triton", block_size=16, num_blocks=8, max_num_seqs=2, max_model_len=64
     )
-    requests = [make_request("greedy", random_ids(9, 1), 3)]
+    requests = [engine_request("greedy", random_ids(9, 1), 3)]
     plain, eager = Engine.load(config), Engine.load(config)
     made = eager.runner.launcher = GpuLauncher(eager.runner.model, eager.pool, eager.config, False)
     assert made.num_graphs == 0 and "without CUDA graphs: operation not permitted" in caplog.text
-    wanted, found = run(plain, requests), run(eager, requests)
+    wanted, found = run_to_end(plain, requests), run_to_end(eager, requests)
     assert found["greedy"].answer() == wanted["greedy"].answer()
 
 
@@ -176,7 +180,9 @@ def test_graphs_leave_their_outputs_in_one_buffer(tmp_path, device, monkeypatch)
     """Logits of every size of the ladder took 1.4 GB at 256 sequences, behind the pool."""
     outputs = []
     monkeypatch.setattr(
-        launcher, "CudaCapture", lambda stream: lambda run: (lambda: None, outputs.append(run()) or outputs[-1])
+        launcher,
+        "CudaCapture",
+        lambda stream: lambda run_to_end: (lambda: None, outputs.append(run_to_end()) or outputs[-1]),
     )
     make_few_heads(tmp_path)
     config = EngineConfig(
@@ -246,7 +252,7 @@ def test_a_decode_step_waits_for_the_device_once(tmp_path, device, monkeypatch):
             return function(*args, **(kwargs or {}))
 
     sampled = dict(temperature=0.9, seed=3, top_p=0.9)
-    for request in (make_request("a", random_ids(9, 1), 12), make_request("b", random_ids(7, 2), 12, **sampled)):
+    for request in (engine_request("a", random_ids(9, 1), 12), engine_request("b", random_ids(7, 2), 12, **sampled)):
         engine.submit(request)
     steps = []
     while engine.has_work():
@@ -278,7 +284,7 @@ def test_no_step_runs_under_a_torch_function_mode(monkeypatch):
     modes: list[int] = []
     engine.pool = engine.runner.pool = Elsewhere(engine.pool)
     engine.runner.model.before_forward = lambda batch: modes.append(len(_get_current_function_mode_stack()))
-    run(engine, [make_request("a", range(40), 5)])
+    run_to_end(engine, [engine_request("a", range(40), 5)])
     assert len(modes) == 5 and not any(modes)
 
 
@@ -305,7 +311,7 @@ def test_a_held_prompt_is_told_by_layers_behind_their_events(tmp_path, device, m
     engine.runner.launcher = GpuLauncher(engine.runner.model, engine.pool, engine.config, False)
     within: list[Progress] = []
     engine.on_progress = within.extend
-    request = make_request("held", random_ids(6, 1), 1)
+    request = engine_request("held", random_ids(6, 1), 1)
     engine.admission.accept(request)
     assert engine.step() == [] and within == [], "it is launched"
     after = [output for output in engine.step() if isinstance(output, Progress)]
@@ -384,7 +390,7 @@ def test_all_of_a_step_runs_in_its_stream():
     stream = Stream()
     engine.runner.launcher.stream_context = lambda: stream
     engine.runner.model.before_forward = lambda batch: inside.append(stream.entered)
-    run(engine, [make_request("a", range(40), 5)])
+    run_to_end(engine, [engine_request("a", range(40), 5)])
     assert len(inside) == 5 and all(inside) and not stream.entered
 
 

@@ -15,17 +15,9 @@ from baton.engine.core.request import FinishReason, Refusal
 from baton.engine.execute.launcher import GpuLauncher, Launcher, StagedLauncher
 from baton.engine.gpu_ranks.launcher import LeadingLauncher
 from baton.planning.virtual_engine import VirtualLauncher
-from tests.support.engine.toys import (
-    VOCAB,
-    Collector,
-    LateLauncher,
-    launches_of,
-    make_request,
-    run,
-    toy_answer,
-    toy_engine,
-    toy_logits,
-)
+from tests.support.engine.collector import Collector, run_to_end
+from tests.support.engine.late_launcher import LateLauncher, launches_of
+from tests.support.engine.toy_engine import VOCAB, engine_request, toy_answer, toy_engine, toy_logits
 
 
 def two_deep(*proposers, **options):
@@ -44,7 +36,7 @@ def stopping(name: str, ids: list[int], after: int, **options):
     tokens = list(ids)
     for _ in range(after):
         tokens.append(int(toy_logits(tokens).argmax()))
-    return make_request(name, ids, 200, stop_token_ids=frozenset(tokens[-1:]), **options)
+    return engine_request(name, ids, 200, stop_token_ids=frozenset(tokens[-1:]), **options)
 
 
 def workload(seed: int) -> list:
@@ -65,7 +57,7 @@ def workload(seed: int) -> list:
         if chance.random() < 0.5:
             stops = chance.sample(range(VOCAB), 6)
             options |= dict(stop_token_ids=frozenset(stops), min_tokens=chance.choice((0, 0, 12)))
-        requests.append(make_request(f"r{index}", ids, max_tokens, **options))
+        requests.append(engine_request(f"r{index}", ids, max_tokens, **options))
     return requests
 
 
@@ -137,7 +129,7 @@ def test_what_ended_keeps_its_blocks_until_the_step_behind_has_passed():
     """Its stop token is read when the next step, with one more token of it, is on its way."""
     engine = two_deep(num_blocks=16, max_num_seqs=2)
     ending = stopping("ending", prompt(30, 1), 9)
-    other = make_request("other", prompt(20, 2), 100)
+    other = engine_request("other", prompt(20, 2), 100)
     engine.submit(ending)
     engine.submit(other)
     records = Collector()
@@ -150,15 +142,15 @@ def test_what_ended_keeps_its_blocks_until_the_step_behind_has_passed():
     engine.check_integrity()
     records.take(engine.step())
     assert records[ending.key].ended.error == "" and engine.ledger.counts()["running"] < held
-    run(engine, collector=records)
+    run_to_end(engine, collector=records)
     for request in (ending, other):
         assert records[request.key].answer() == toy_answer(request)
 
 
 def test_no_step_is_launched_behind_the_last_token():
     engine = two_deep()
-    request = make_request("a", prompt(30, 1), 20)
-    records = run(engine, [request])
+    request = engine_request("a", prompt(30, 1), 20)
+    records = run_to_end(engine, [request])
     assert records[request.key].answer() == toy_answer(request)
     # One token of the prompt's step, 19 of decode steps; the first of these was chosen with nothing in flight.
     assert len(engine.runner.model.batch_sizes) == 20 and engine.runner.launcher.num_overlapped == 18
@@ -167,7 +159,7 @@ def test_no_step_is_launched_behind_the_last_token():
 def test_commands_are_obeyed_with_nothing_in_flight():
     """A cancelled request's blocks are free at once: no step that may touch them is left."""
     engine = two_deep()
-    requests = [make_request(name, prompt(40, index), 300) for index, name in enumerate("ab")]
+    requests = [engine_request(name, prompt(40, index), 300) for index, name in enumerate("ab")]
     records = Collector()
     for request in requests:
         engine.submit(request)
@@ -178,13 +170,13 @@ def test_commands_are_obeyed_with_nothing_in_flight():
     records.take(engine.step())
     assert records[requests[0].key].ended.error == "cancelled"
     assert all(piece.seq.group.key == requests[1].key for piece in engine._flights[0].slices)
-    run(engine, collector=records)
+    run_to_end(engine, collector=records)
     assert records[requests[1].key].answer() == toy_answer(requests[1])
 
 
 def test_a_deadline_ends_what_is_in_flight():
     engine = two_deep()
-    request = make_request("a", prompt(40, 1), 400, deadline=time.monotonic() + 1e6)
+    request = engine_request("a", prompt(40, 1), 400, deadline=time.monotonic() + 1e6)
     engine.submit(request)
     records = Collector()
     for _ in range(10):
@@ -192,13 +184,13 @@ def test_a_deadline_ends_what_is_in_flight():
     group = engine.admission.groups[request.key]
     group.deadline = 0.0
     engine.admission.groups.add_deadline(group)
-    run(engine, collector=records)
+    run_to_end(engine, collector=records)
     assert records[request.key].ended.error == "deadline" and engine.ledger.num_available == engine.num_blocks
 
 
 def test_a_step_that_fails_in_flight_ends_its_keys_and_the_next_ones_are_served():
     engine = two_deep()
-    request = make_request("a", prompt(40, 1), 300)
+    request = engine_request("a", prompt(40, 1), 300)
     engine.submit(request)
     records = Collector()
     for _ in range(10):
@@ -216,12 +208,12 @@ def test_a_step_that_fails_in_flight_ends_its_keys_and_the_next_ones_are_served(
     assert records[request.key].ended.error == "failed"
     engine.runner.model.before_forward = lambda batch: None
     again = replace(request, key=request.key._replace(attempt=1))
-    assert run(engine, [again])[again.key].answer() == toy_answer(again)
+    assert run_to_end(engine, [again])[again.key].answer() == toy_answer(again)
 
 
 def test_what_waits_and_could_enter_is_not_kept_waiting():
     engine = two_deep(max_num_seqs=2)
-    first, second = (make_request(name, prompt(40, index), 60) for index, name in enumerate("ab"))
+    first, second = (engine_request(name, prompt(40, index), 60) for index, name in enumerate("ab"))
     engine.submit(first)
     records = Collector()
     for _ in range(6):
@@ -230,7 +222,7 @@ def test_what_waits_and_could_enter_is_not_kept_waiting():
     records.take(engine.step())
     records.take(engine.step())
     assert records[second.key].first is not None
-    run(engine, collector=records)
+    run_to_end(engine, collector=records)
     assert records[first.key].answer() == toy_answer(first) and records[second.key].answer() == toy_answer(second)
 
 
@@ -249,7 +241,7 @@ def test_a_chunk_is_launched_before_the_one_before_it_is_read():
     """And the last one, whose token is drawn on the device; behind that the next prompt."""
     engine = two_deep(max_num_batched_tokens=66, max_num_seqs=2)
     launches = launches_of(engine)
-    requests = [make_request("a", prompt(200, 1), 1), make_request("b", prompt(100, 2), 1)]
+    requests = [engine_request("a", prompt(200, 1), 1), engine_request("b", prompt(100, 2), 1)]
     for request in requests:
         engine.submit(request)
     records, deepest = Collector(), []
@@ -273,7 +265,7 @@ def test_a_chunk_is_launched_before_the_one_before_it_is_read():
 def test_a_command_of_another_key_is_obeyed_behind_the_launch():
     """What joins decodes in the step behind the one in flight: before, the device waited for it."""
     engine = two_deep(max_num_seqs=4)
-    first, second = make_request("a", prompt(40, 1), 60), make_request("b", prompt(70, 2), 20)
+    first, second = engine_request("a", prompt(40, 1), 60), engine_request("b", prompt(70, 2), 20)
     engine.submit(first)
     records = Collector()
     for _ in range(6):
@@ -287,7 +279,7 @@ def test_a_command_of_another_key_is_obeyed_behind_the_launch():
     assert ("b", 0, 70) in launches[0] and len(launches[0]) == 2
     assert ("b", 70, 71) not in launches[1], "its first token is being drawn"
     assert ("b", 70, 71) in launches[2]
-    run(engine, collector=records)
+    run_to_end(engine, collector=records)
     for request in (first, second):
         assert records[request.key].answer() == toy_answer(request)
 
@@ -297,12 +289,12 @@ def test_a_prompt_whose_beginning_is_being_read_waits_for_it():
     engine = two_deep(max_num_batched_tokens=256)
     shared = prompt(128, 1)
     ids = [shared + prompt(10 + index, 2 + index) for index in range(2)]
-    requests = [make_request(name, each, 3) for name, each in zip("ab", ids, strict=True)]
+    requests = [engine_request(name, each, 3) for name, each in zip("ab", ids, strict=True)]
     engine.submit(requests[0])
     records = Collector()
     records.take(engine.step())
     engine.submit(requests[1])
-    run(engine, collector=records)
+    run_to_end(engine, collector=records)
     assert records[requests[1].key].first.num_cached_tokens == 128
     for request in requests:
         assert records[request.key].answer() == toy_answer(request)
@@ -312,8 +304,8 @@ def test_prompts_of_two_tenants_are_chosen_with_nothing_in_flight():
     """Who gives way is decided by what each holds."""
     engine = two_deep(max_num_batched_tokens=66, max_num_seqs=2)
     requests = [
-        make_request(name, prompt(150, index), 4, tenant_mark=bytes([index]) * 16) for index, name in enumerate("ab")
+        engine_request(name, prompt(150, index), 4, tenant_mark=bytes([index]) * 16) for index, name in enumerate("ab")
     ]
-    records = run(engine, requests)
+    records = run_to_end(engine, requests)
     for request in requests:
         assert records[request.key].answer() == toy_answer(request)

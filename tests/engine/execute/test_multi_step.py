@@ -17,7 +17,8 @@ from baton.engine.execute import multi_step
 from baton.engine.schedule.inbox import Stop
 from baton.engine.speculation.control import controller
 from tests.engine.sampling.sample_rows import any_params
-from tests.support.engine.toys import Collector, make_request, run
+from tests.support.engine.collector import Collector, run_to_end
+from tests.support.engine.toy_engine import engine_request
 from tests.support.model_folders.families import make_adapter, make_folder, save_tiny
 
 VOCAB = 256
@@ -57,7 +58,7 @@ def prompt(num_tokens: int, seed: int) -> list[int]:
 
 def check_alike(several: Engine, single: Engine, requests) -> None:
     calls = single.step_number, several.step_number
-    found, expected = run(several, requests), run(single, requests)
+    found, expected = run_to_end(several, requests), run_to_end(single, requests)
     for request in requests:
         assert found[request.key].answer() == expected[request.key].answer()
         assert found[request.key].logprobs == expected[request.key].logprobs
@@ -73,7 +74,7 @@ def draw_requests(data, **fixed) -> list:
     for index in range(data.draw(st.integers(1, 3))):
         stops = frozenset(random.Random(seed + index).sample(range(VOCAB), data.draw(st.sampled_from((0, 3, 30)))))
         requests.append(
-            make_request(
+            engine_request(
                 f"{seed}-{index}",
                 prompt(data.draw(st.integers(1, 40)), seed + index),
                 data.draw(st.integers(1, 40)),
@@ -126,7 +127,7 @@ def test_proposals_are_verified_in_the_call(folder, monkeypatch):
         return compute(*arguments)
 
     monkeypatch.setattr(engine.runner, "run", counted)
-    run(engine, [make_request("a", [1, 2, 3, 4, 5] * 6, 60, named=False, logit_bias=((1, 25.0), (2, 24.0)))])
+    run_to_end(engine, [engine_request("a", [1, 2, 3, 4, 5] * 6, 60, named=False, logit_bias=((1, 25.0), (2, 24.0)))])
     counts = engine.speculator.counts["ngram"]
     assert num_run == 1 and sum(counts.proposed) > 40 and sum(counts.accepted) > 20
 
@@ -140,7 +141,7 @@ def test_families_as_single_steps(tmp_path, family):
     single = Engine.load(EngineConfig(model=path, threads=1, **options))
     assert (several._multi_step is None) == (family in ("command-r", "gemma2", "starcoder2"))
     single._multi_step = None
-    requests = [make_request(str(n), [n + 3, 7, 9], 30, temperature=n / 2, seed=n, named=False) for n in range(3)]
+    requests = [engine_request(str(n), [n + 3, 7, 9], 30, temperature=n / 2, seed=n, named=False) for n in range(3)]
     check_alike(several, single, requests)
 
 
@@ -153,17 +154,17 @@ def test_adapters_as_single_steps(tmp_path):
     engines = [load(tmp_path / "base", is_single, adapter=adapter, dtype="fp32") for is_single in (False, True)]
     known = engines[0].adapters.listed()
     named = [known["a"], known["b"], b"", known["a"], known["b"]]
-    requests = [make_request(str(n), [n + 3, 7, 9], 30, named=False, adapter=each) for n, each in enumerate(named)]
+    requests = [engine_request(str(n), [n + 3, 7, 9], 30, named=False, adapter=each) for n, each in enumerate(named)]
     check_alike(*engines, requests)
-    engines[0].submit(make_request("alone", [3, 7, 9], 30, named=False, adapter=known["a"]))
+    engines[0].submit(engine_request("alone", [3, 7, 9], 30, named=False, adapter=known["a"]))
     engines[0].step()
     assert len(engines[0].step()[0].token_ids) == 8
 
 
 def test_a_call_takes_several_steps_and_ends_with_the_first_sequence(folder):
     engine, sizes = load(folder), []
-    engine.submit(make_request("long", prompt(5, 1), 30, named=False))
-    engine.submit(make_request("short", prompt(5, 2), 12, named=False))
+    engine.submit(engine_request("long", prompt(5, 1), 30, named=False))
+    engine.submit(engine_request("short", prompt(5, 2), 12, named=False))
     while engine.has_work():
         outputs = [output for output in engine.step() if isinstance(output, TokenRun)]
         sizes += [len(output.token_ids) for output in outputs if output.key.request_id == "long"]
@@ -173,13 +174,13 @@ def test_a_call_takes_several_steps_and_ends_with_the_first_sequence(folder):
 def test_a_request_that_comes_meanwhile_waits_for_a_step(folder, monkeypatch):
     """Whatever is posted while a call computes ends it behind the step that runs."""
     engine = load(folder)
-    engine.submit(make_request("a", prompt(5, 1), 200, named=False))
+    engine.submit(engine_request("a", prompt(5, 1), 200, named=False))
     engine.step()
     assert len(engine.step()[0].token_ids) == 8
     late = engine._multi_step._run
 
     def call(*arguments):
-        engine.submit(make_request("b", prompt(5, 2), 4, named=False))  # once the commands of this step are obeyed
+        engine.submit(engine_request("b", prompt(5, 2), 4, named=False))  # once the commands of this step are obeyed
         return late(*arguments)
 
     monkeypatch.setattr(engine._multi_step, "_run", call)
@@ -192,32 +193,32 @@ def test_a_request_that_comes_meanwhile_waits_for_a_step(folder, monkeypatch):
 def test_a_budget_bounds_a_call(folder, monkeypatch):
     monkeypatch.setattr(multi_step, "BUDGET_NS", 0)
     engine = load(folder)
-    engine.submit(make_request("a", prompt(5, 1), 20, named=False))
+    engine.submit(engine_request("a", prompt(5, 1), 20, named=False))
     engine.step()
     assert [len(engine.step()[0].token_ids) for _ in range(3)] == [1, 1, 1]
 
 
 def test_cancelled_between_calls_it_ends_at_once(folder):
-    engine, request = load(folder), make_request("a", prompt(5, 1), 200, named=False)
+    engine, request = load(folder), engine_request("a", prompt(5, 1), 200, named=False)
     engine.submit(request)
     for _ in range(3):
         engine.step()
     engine.cancel(request.key)
-    records = run(engine, collector=Collector())
+    records = run_to_end(engine, collector=Collector())
     assert records[request.key].ended.error == "cancelled" and engine.ledger.num_available == engine.num_blocks
 
 
 def test_where_steps_are_hurt_each_is_one(folder, monkeypatch):
     monkeypatch.setattr(failpoints, "_board", failpoints._Board("engine.step=sleep:0"))
     engine = load(folder)
-    engine.submit(make_request("a", prompt(5, 1), 20, named=False))
+    engine.submit(engine_request("a", prompt(5, 1), 20, named=False))
     engine.step()
     assert [len(engine.step()[0].token_ids) for _ in range(4)] == [1] * 4
 
 
 def test_logprobs_come_with_the_tokens_of_a_call(folder):
     engine = load(folder)
-    engine.submit(make_request("a", prompt(5, 1), 20, named=False, logprobs=2))
+    engine.submit(engine_request("a", prompt(5, 1), 20, named=False, logprobs=2))
     engine.step()
     run = engine.step()[0]
     assert len(run.token_ids) == len(run.logprobs) == 8
@@ -225,7 +226,7 @@ def test_logprobs_come_with_the_tokens_of_a_call(folder):
 
 def test_a_small_pool_preempts_as_with_single_steps(folder):
     """Blocks are taken ahead only where nobody else lacks them."""
-    requests = [make_request(str(n), prompt(30, n), 100, named=False) for n in range(6)]
+    requests = [engine_request(str(n), prompt(30, n), 100, named=False) for n in range(6)]
     options, answers = dict(num_blocks=28, max_num_batched_tokens=100), []
     for is_single in (False, True):
         engine, records = load(folder, is_single, **options), Collector()
@@ -236,7 +237,7 @@ def test_a_small_pool_preempts_as_with_single_steps(folder):
                     break
                 except Refusal:
                     records.take(engine.step())
-        run(engine, collector=records)
+        run_to_end(engine, collector=records)
         assert sum(records[request.key].ended.report.num_preemptions for request in requests) > 0
         answers.append([records[request.key].answer() for request in requests])
     assert answers[0] == answers[1]
@@ -244,17 +245,17 @@ def test_a_small_pool_preempts_as_with_single_steps(folder):
 
 def test_what_was_decoded_feeds_the_next_turn(folder):
     """Units of a call's KV are named as those of single steps are."""
-    engine, request = load(folder), make_request("a", prompt(100, 1), 120)
-    answer = run(engine, [request])[request.key].answer()[0][0]
-    again = make_request("b", [*request.token_ids, *answer, 1, 2], 4)
-    assert run(engine, [again])[again.key].first.num_cached_tokens == 192
+    engine, request = load(folder), engine_request("a", prompt(100, 1), 120)
+    answer = run_to_end(engine, [request])[request.key].answer()[0][0]
+    again = engine_request("b", [*request.token_ids, *answer, 1, 2], 4)
+    assert run_to_end(engine, [again])[again.key].first.num_cached_tokens == 192
 
 
 def test_the_work_of_several_steps_is_that_of_single_ones(folder, monkeypatch):
     sums: list[list[int]] = []
     for is_single in (False, True):
         engine = load(folder, is_single)
-        run(engine, [make_request("a", prompt(20, 1), 40, named=False)])
+        run_to_end(engine, [engine_request("a", prompt(20, 1), 40, named=False)])
         sums.append([sum(column) for column in zip(*(row for _, row in engine.work._seconds), strict=True)])
     assert sums[0] == sums[1] and min(sums[0]) > 0
 
@@ -275,6 +276,6 @@ def test_threads_that_draw_side_by_side(tmp_path):
     try:
         torch.set_num_threads(3)
         sampling = dict(temperature=1.0, named=False, stop_token_ids=frozenset(range(0, 20_000, 40)))
-        check_alike(several, single, [make_request(str(n), prompt(9, n), 40, seed=n, **sampling) for n in range(5)])
+        check_alike(several, single, [engine_request(str(n), prompt(9, n), 40, seed=n, **sampling) for n in range(5)])
     finally:
         torch.set_num_threads(num_threads)

@@ -10,7 +10,8 @@ from baton.engine.core.shared_cores import SharedCores
 from baton.engine.engine import Engine
 from baton.engine.execute import multi_step, thread_count
 from baton.engine.execute.thread_count import LAST_INTERVAL, MAX_ROWS, ThreadCount
-from tests.support.engine.toys import make_request, run
+from tests.support.engine.collector import run_to_end
+from tests.support.engine.toy_engine import engine_request
 from tests.support.model_folders.families import save_tiny
 
 
@@ -146,7 +147,7 @@ def test_the_bits_are_those_of_one_thread(tmp_path, monkeypatch, dtype):
             used.add(torch.get_num_threads())
 
         monkeypatch.setattr(engine.runner.threads, "begin", noted)
-        requests = [make_request(str(n), [n + 3, 7, 9] * (n + 1), 40, named=False, logprobs=3) for n in range(5)]
-        records = run(engine, requests)
+        requests = [engine_request(str(n), [n + 3, 7, 9] * (n + 1), 40, named=False, logprobs=3) for n in range(5)]
+        records = run_to_end(engine, requests)
         answers.append([(records[each.key].answer(), records[each.key].logprobs) for each in requests])
     assert answers[0] == answers[1] and used == {1, 2, 3}

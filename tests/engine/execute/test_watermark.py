@@ -6,7 +6,7 @@ from baton.engine.core.config import EngineConfig
 from baton.engine.core.request import Progress
 from baton.engine.engine import Engine
 from baton.engine.execute import watermark
-from tests.support.engine.toys import make_request
+from tests.support.engine.toy_engine import engine_request
 from tests.support.model_folders.families import make_folder, random_ids
 
 
@@ -32,21 +32,21 @@ def reports(engine, request, interval_s, monkeypatch, min_bytes=0) -> tuple[list
 
 
 def test_a_prompt_of_one_chunk_is_told_layer_by_layer(engine, monkeypatch):
-    request = make_request("one", random_ids(100, 0), max_tokens=1)
+    request = engine_request("one", random_ids(100, 0), max_tokens=1)
     within, after = reports(engine, request, 0.0, monkeypatch)
     assert within == [Progress(request.key, 100, layer + 1) for layer in range(4)]
     assert after == [Progress(request.key, 100, 4)]
 
 
 def test_only_the_last_chunk_is_told_by_layers(engine, monkeypatch):
-    request = make_request("three", random_ids(300, 1), max_tokens=1)
+    request = engine_request("three", random_ids(300, 1), max_tokens=1)
     within, after = reports(engine, request, 0.0, monkeypatch)
     assert {progress.upto_token for progress in within} == {300}
     assert [progress.upto_token for progress in after] == [128, 256, 300]
 
 
 def test_layers_that_pass_quickly_are_told_together(engine, monkeypatch):
-    within, after = reports(engine, make_request("quick", random_ids(100, 2), max_tokens=1), 60.0, monkeypatch)
+    within, after = reports(engine, engine_request("quick", random_ids(100, 2), max_tokens=1), 60.0, monkeypatch)
     assert not within and len(after) == 1
 
 
@@ -54,7 +54,7 @@ def test_layers_with_few_bytes_are_told_together(engine, monkeypatch):
     layer_bytes = 96 * engine.layout.block_bytes // (engine.layout.block_size * 4)
     told = []
     for num_layers in (2, 3, 5):
-        request = make_request(f"of {num_layers}", random_ids(96, num_layers), max_tokens=1)
+        request = engine_request(f"of {num_layers}", random_ids(96, num_layers), max_tokens=1)
         within, after = reports(engine, request, 0.0, monkeypatch, num_layers * layer_bytes)
         told.append([progress.upto_layer for progress in within])
         assert len(after) == 1
@@ -66,7 +66,7 @@ def test_what_is_decoded_here_is_not_told(engine, monkeypatch):
     monkeypatch.setattr(watermark, "MIN_BYTES", 0)
     within = []
     engine.on_progress = within.extend
-    engine.submit(make_request("local", random_ids(100, 3), max_tokens=3))
+    engine.submit(engine_request("local", random_ids(100, 3), max_tokens=3))
     while engine.has_work():
         engine.step()
     assert not within

@@ -33,8 +33,9 @@ from baton.engine.sampling.on_device import sampler_on
 from baton.training.heads.heads import export_heads, new_heads
 from baton.training.heads.target import FrozenTarget
 from tests.engine.adapters.test_lora import ATTENTION, TARGETS
+from tests.support.engine.collector import run_to_end
 from tests.support.engine.cpu_as_gpu import MEMORY, compute_again, stand_in
-from tests.support.engine.toys import make_request, run
+from tests.support.engine.toy_engine import engine_request
 from tests.support.model_folders.families import make_adapter, make_few_heads, make_folder, random_ids
 from tests.support.native.ranked import lose_last_rank
 
@@ -79,13 +80,13 @@ def load(config: EngineConfig) -> Engine:
 def answers(engine: Engine) -> dict:
     sampled = dict(temperature=0.9, seed=3, top_p=0.9)
     requests = [
-        make_request("greedy", random_ids(5, 1), 4), make_request("sampled", random_ids(14, 2), 4, **sampled),
-        make_request("two", random_ids(18, 3), 2, temperature=1.0, seed=5, n=2, logprobs=2),
-        make_request("read", random_ids(5, 4), 1, prompt_logprobs=2),
+        engine_request("greedy", random_ids(5, 1), 4), engine_request("sampled", random_ids(14, 2), 4, **sampled),
+        engine_request("two", random_ids(18, 3), 2, temperature=1.0, seed=5, n=2, logprobs=2),
+        engine_request("read", random_ids(5, 4), 1, prompt_logprobs=2),
     ]  # fmt: skip
     records: dict = {}
     for together in (requests[:2], requests[2:3], requests[3:]):
-        records |= run(engine, together)
+        records |= run_to_end(engine, together)
     return {key: (record.answer(), record.logprobs) for key, record in records.items()}
 
 
@@ -149,8 +150,8 @@ def test_ranks_size_their_pools(folder, devices):
     try:
         layout = engine.pool.layout
         assert layout.num_blocks(64) < engine.pool.num_blocks < MEMORY * UTILIZATION // layout.block_bytes
-        request = make_request("a", random_ids(9, 1), 3)
-        assert len(run(engine, [request])[request.key].tokens[0]) == 3
+        request = engine_request("a", random_ids(9, 1), 3)
+        assert len(run_to_end(engine, [request])[request.key].tokens[0]) == 3
     finally:
         engine.ranks.close()
 
@@ -167,10 +168,10 @@ def test_adapters_give_the_answers_of_one(tmp_path, devices):
         assert alone.runner.model.weights.kernels == engine.runner.model.weights.kernels == ("triton",)
         listed = engine.adapters.listed()
         requests = [
-            make_request(name, random_ids(9, seed), 3, adapter=listed[name], logprobs=2)
+            engine_request(name, random_ids(9, seed), 3, adapter=listed[name], logprobs=2)
             for seed, name in enumerate(("all", "some"))
         ]
-        found, wanted = (run(each, requests) for each in (engine, alone))
+        found, wanted = (run_to_end(each, requests) for each in (engine, alone))
         for request in requests:
             ours, theirs = found[request.key], wanted[request.key]
             assert ours.answer() == theirs.answer() and ours.logprobs == theirs.logprobs
@@ -193,14 +194,14 @@ def test_heads_give_the_answers_of_one(folder, devices, kind, tmp_path):
     target = FrozenTarget(folder, 64, 64)
     export_heads(new_heads(target, kind), kind, target, tmp_path)
     config = replace(config_of(folder, 1), linear="triton", cuda_graphs=False)
-    request = make_request("a", random_ids(9, 1), 6)
-    expected = run(Engine.load(config), [request])[request.key].answer()
+    request = engine_request("a", random_ids(9, 1), 6)
+    expected = run_to_end(Engine.load(config), [request])[request.key].answer()
     engine = load(replace(config, tensor_parallel=2, speculator=kind, draft_model=tmp_path, num_draft_tokens=2))
     try:
         asked, proposer = [], engine.speculator.proposers[kind]
         propose = proposer.propose
         proposer.propose = lambda asks: asked.append(len(asks)) or propose(asks)
-        assert run(engine, [request])[request.key].answer() == expected
+        assert run_to_end(engine, [request])[request.key].answer() == expected
         assert asked
     finally:
         engine.ranks.close()
@@ -217,8 +218,8 @@ def test_experts_of_ranks_are_grouped(tmp_path, devices, degree):
     try:
         model, made = engine.runner.model, engine.runner.launcher
         assert made.overlaps and made.num_graphs == 2 and "grouped experts" not in model.reasons["layers"]
-        request = make_request("a", random_ids(9, 1), 4, logprobs=2)
-        found, wanted = (run(each, [request])[request.key] for each in (engine, alone))
+        request = engine_request("a", random_ids(9, 1), 4, logprobs=2)
+        found, wanted = (run_to_end(each, [request])[request.key] for each in (engine, alone))
         assert found.answer() == wanted.answer() and found.logprobs == wanted.logprobs
         own = Shard(0, degree).kv_heads(engine.spec.num_kv_heads)
         assert torch.equal(engine.pool.blocks, alone.pool.blocks[:, :, :, own.start : own.stop])
@@ -234,8 +235,8 @@ def test_fast_sums_of_experts_are_one_a_layer(tmp_path, devices):
     try:
         sums, add = [], engine.runner.model.collectives.sum
         engine.runner.model.collectives.sum = lambda part, *given: sums.append(len(part)) or add(part, *given)
-        request = make_request("a", random_ids(9, 1), 1, logprobs=1)
-        found, wanted = (run(each, [request])[request.key] for each in (engine, alone))
+        request = engine_request("a", random_ids(9, 1), 1, logprobs=1)
+        found, wanted = (run_to_end(each, [request])[request.key] for each in (engine, alone))
         assert sums == [9] * 3
         assert found.answer() == wanted.answer()
         assert found.logprobs[0][0].chosen[1] == pytest.approx(wanted.logprobs[0][0].chosen[1], abs=1e-4)
@@ -309,8 +310,8 @@ def test_what_one_rank_cannot_capture_none_does(folder, devices, monkeypatch):
     engine = load(replace(config, tensor_parallel=2))
     try:
         assert engine.runner.launcher.num_graphs == 0 and len(tried) == 2
-        requests = [make_request(str(seed), random_ids(5, seed), 3) for seed in range(3)]
-        found, wanted = (run(each, requests) for each in (engine, alone))
+        requests = [engine_request(str(seed), random_ids(5, seed), 3) for seed in range(3)]
+        found, wanted = (run_to_end(each, requests) for each in (engine, alone))
         assert [found[each.key].answer() for each in requests] == [wanted[each.key].answer() for each in requests]
     finally:
         engine.ranks.close()
@@ -319,8 +320,8 @@ def test_what_one_rank_cannot_capture_none_does(folder, devices, monkeypatch):
 def test_fast_sums_are_a_class_of_their_own(folder, devices):
     engine = load(config_of(folder, 2, all_reduce="fast", batch_invariant=False))
     try:
-        request = make_request("a", random_ids(9, 1), 3)
-        record = run(engine, [request])[request.key]
+        request = engine_request("a", random_ids(9, 1), 3)
+        record = run_to_end(engine, [request])[request.key]
         assert len(record.tokens[0]) == 3
         assert "ranks2" in str(engine.numerics_class)
     finally:
@@ -332,8 +333,8 @@ def test_fast_sums_are_a_class_of_their_own(folder, devices):
 )
 def test_a_lost_rank_ends_every_wait(folder, devices, how, said):
     engine = load(config_of(folder, 2))
-    long = make_request("a", random_ids(9, 1), 6)
-    lose_last_rank(engine, how, said, long, lambda name: make_request(name, [5, 6], 5))
+    long = engine_request("a", random_ids(9, 1), 6)
+    lose_last_rank(engine, how, said, long, lambda name: engine_request(name, [5, 6], 5))
 
 
 def test_a_rank_that_is_lost_while_it_warms_up(folder, devices, monkeypatch):

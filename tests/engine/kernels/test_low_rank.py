@@ -15,7 +15,8 @@ from baton.engine.adapters.adapters import Adapter
 from baton.engine.core.batch import AdapterRows
 from baton.engine.core.config import EngineConfig
 from baton.engine.engine import Engine
-from tests.support.engine.toys import make_request, run
+from tests.support.engine.collector import run_to_end
+from tests.support.engine.toy_engine import engine_request
 from tests.support.model_folders.families import make_adapter, make_folder, random_ids
 
 DEVICE = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
@@ -81,13 +82,13 @@ def test_engines_that_mix_adapters(tmp_path, on_gpu_kernels):
     named = engine.adapters.listed()
     prompt = random_ids(9, 1)
     asked = {
-        name: make_request(name, prompt, 2, prompt_logprobs=0, logprobs=0, adapter=named.get(name, b""))
+        name: engine_request(name, prompt, 2, prompt_logprobs=0, logprobs=0, adapter=named.get(name, b""))
         for name in ("a", "none", "b")
     }
-    together = run(engine, list(asked.values()))
+    together = run_to_end(engine, list(asked.values()))
     for name, request in asked.items():
-        alone = make_request(f"{name} alone", prompt, 2, prompt_logprobs=0, logprobs=0, adapter=request.adapter)
-        assert run(engine, [alone])[alone.key].logprobs == together[request.key].logprobs
+        alone = engine_request(f"{name} alone", prompt, 2, prompt_logprobs=0, logprobs=0, adapter=request.adapter)
+        assert run_to_end(engine, [alone])[alone.key].logprobs == together[request.key].logprobs
     record = together[asked["a"].key]
     entries = [*record.first.prompt_logprobs, *record.logprobs[0]]
     with torch.no_grad():

@@ -15,7 +15,8 @@ from baton.engine.kv.pool import KVPool
 from baton.engine.kv.stored_forms import STORED, decode, encode
 from baton.engine.models.loader import load_model
 from kvtransfer.layout import KV_FORMS, KVGroup, KVLayout
-from tests.support.engine.toys import make_request, run
+from tests.support.engine.collector import run_to_end
+from tests.support.engine.toy_engine import engine_request
 from tests.support.model_folders.families import Hand, make_folder, random_ids
 
 QUANTIZED = ("fp8_e4m3", "fp8_e5m2", "int8", "int4")
@@ -201,14 +202,14 @@ def test_an_engine_answers_alike_with_a_small_pool_and_shared_prefixes(folder, k
     shared = random_ids(64, 9)
 
     def requests(name: str) -> list:
-        return [make_request(f"{name}{index}", shared + random_ids(5 * index + 1, index), 110) for index in range(3)]
+        return [engine_request(f"{name}{index}", shared + random_ids(5 * index + 1, index), 110) for index in range(3)]
 
-    truth = [run(engine(num_blocks=64, max_num_batched_tokens=512), [request]) for request in requests("alone")]
+    truth = [run_to_end(engine(num_blocks=64, max_num_batched_tokens=512), [request]) for request in requests("alone")]
     small = engine(num_blocks=29, max_num_batched_tokens=72)
-    first = run(small, requests("first"))
+    first = run_to_end(small, requests("first"))
     # Where all layers see 24 tokens, sequences that decode hold seven blocks at most: none is preempted.
     assert any(record.ended.report.num_preemptions for record in first.values()) == ("mistral" not in folder.name)
-    again = [run(small, [request]) for request in requests("again")]
+    again = [run_to_end(small, [request]) for request in requests("again")]
     assert all(record.first.num_cached_tokens for records in again for record in records.values())
     answers = [record.answer() for records in truth for record in records.values()]
     assert [record.answer() for record in first.values()] == answers
@@ -222,7 +223,7 @@ def test_without_the_library(folder):
 from pathlib import Path
 from baton.engine.core.config import EngineConfig
 from baton.engine.engine import Engine
-from tests.support.engine.toys import make_request, run
+from tests.support.engine.toy_engine import make_request, run
 engine = Engine.load(EngineConfig(Path({str(folder)!r}), kv_dtype="int4", num_blocks=8, threads=1))
 model = engine.runner.model
 assert model.fused is None and model.attention.name == "sdpa", model.attention.name

@@ -20,7 +20,8 @@ from baton.engine.start_line import start_line
 from baton.system import PAGE
 from kvtransfer.layout import KVGroup, KVLayout
 from kvtransfer.memory.region import Region
-from tests.support.engine.toys import make_request, run
+from tests.support.engine.collector import run_to_end
+from tests.support.engine.toy_engine import engine_request
 from tests.support.model_folders.families import make_folder
 
 DOC = Path(__file__).parents[3] / "docs" / "models.md"
@@ -220,15 +221,15 @@ def test_a_model_holds_no_more_memory_than_its_blocks(tmp_path, kv_dtype, num_bl
         return regions[-1]
 
     options = dict(model=tmp_path, dtype="fp32", kv_dtype=kv_dtype, block_size=32, max_model_len=512, max_num_seqs=2)
-    requests = [make_request(f"r{i}", [(7 * i + at * 5) % 190 + 3 for at in range(100)], 400) for i in range(2)]
+    requests = [engine_request(f"r{i}", [(7 * i + at * 5) % 190 + 3 for at in range(100)], 400) for i in range(2)]
     small = Engine.load(EngineConfig(num_blocks=num_blocks, max_num_batched_tokens=66, **options), memory_for)
     if not small.runner.model.attention.skips_outside:
         pytest.skip("native attention is not built")
     assert small.pool.num_blocks == num_block_ids(num_blocks, small.layout, spec.windows) > 40 and small.num_blocks < 32
     assert f"{small.ledger.window.part_bytes * 100 // small.layout.block_bytes} % of each" in start_line(small)
-    records, most = run(small, requests), os.stat(regions[0].fd).st_blocks * 512
+    records, most = run_to_end(small, requests), os.stat(regions[0].fd).st_blocks * 512
     whole = Engine.load(EngineConfig(num_blocks=64, max_num_batched_tokens=66, **options))
-    expected = run(whole, requests)
+    expected = run_to_end(whole, requests)
     for request in requests:
         assert records[request.key].answer() == expected[request.key].answer()
         assert records[request.key].ended.report.num_preemptions == 0

@@ -10,7 +10,8 @@ from baton.engine.core.config import EngineConfig
 from baton.engine.core.model_errors import ModelError
 from baton.engine.engine import Engine
 from baton.engine.models.loader import load_model
-from tests.support.engine.toys import make_request, run
+from tests.support.engine.collector import run_to_end
+from tests.support.engine.toy_engine import engine_request
 from tests.support.model_folders.families import Hand, make_folder, random_ids
 
 IDS = random_ids(40, 3)
@@ -63,8 +64,8 @@ def test_threads_share_the_rows(tmp_path, name):
             torch.set_num_threads(threads)
             engine = Engine.load(EngineConfig(tmp_path / "model", threads=threads, num_blocks=32, dtype="fp32"))
             assert engine.runner.model.layers_name == "fused"
-            request = make_request("a", random_ids(90, 4), 8, named=False, logprobs=1)
-            found.append(run(engine, [request])[request.key].logprobs)
+            request = engine_request("a", random_ids(90, 4), 8, named=False, logprobs=1)
+            found.append(run_to_end(engine, [request])[request.key].logprobs)
     finally:
         torch.set_num_threads(num_threads)
     assert found[0] == found[1]

@@ -8,7 +8,9 @@ import pytest
 
 from baton.engine.core.config import EngineConfig
 from baton.engine.engine import Engine
-from tests.support.engine.toys import Collector, check_handed_over, hand_over, make_request, run
+from tests.support.engine.collector import Collector, run_to_end
+from tests.support.engine.handover import check_handed_over, hand_over
+from tests.support.engine.toy_engine import engine_request
 from tests.support.model_folders.families import SERVED, VARIANTS, make_folder, random_ids
 
 GIVEN = 9  # tokens of an answer, when it migrates
@@ -29,7 +31,9 @@ def folder(request, tmp_path_factory):
 @pytest.fixture(scope="module")
 def alone(folder):
     """Every request's answer with an engine to itself."""
-    return {request.key: run(load(folder, max_num_batched_tokens=512), [request])[request.key] for request in mix()}
+    return {
+        request.key: run_to_end(load(folder, max_num_batched_tokens=512), [request])[request.key] for request in mix()
+    }
 
 
 def load(folder, **options) -> Engine:
@@ -41,11 +45,11 @@ def mix() -> list:
     """Greedy and seeded, short and long, two with a prefix in common, one that repeats its prompt."""
     few = tuple((token_id, 25.0) for token_id in range(3, 6))
     return [
-        make_request("greedy", random_ids(70, 2), 24, logprobs=2),
-        make_request("short", random_ids(3, 3), 30, logprobs=0),
-        make_request("shared", SHARED + random_ids(20, 4), 16, logprobs=1),
-        make_request("sampled", SHARED + random_ids(31, 5), 20, seed=7, **SAMPLED),
-        make_request("repetitive", random_ids(40, 6), 40, logit_bias=few, logprobs=0),
+        engine_request("greedy", random_ids(70, 2), 24, logprobs=2),
+        engine_request("short", random_ids(3, 3), 30, logprobs=0),
+        engine_request("shared", SHARED + random_ids(20, 4), 16, logprobs=1),
+        engine_request("sampled", SHARED + random_ids(31, 5), 20, seed=7, **SAMPLED),
+        engine_request("repetitive", random_ids(40, 6), 40, logit_bias=few, logprobs=0),
     ]
 
 
@@ -69,21 +73,21 @@ def test_batched_chunked_and_from_the_cache(folder, alone):
         engine.submit(request)
         for _ in range(chance.randint(0, 3)):
             records.take(engine.step())
-    check(run(engine, collector=records), requests, alone)
+    check(run_to_end(engine, collector=records), requests, alone)
     second = again(requests, 1)
-    records = run(engine, second)
+    records = run_to_end(engine, second)
     check(records, second, alone)
     assert sum(records[request.key].first.num_cached_tokens for request in second) >= 64 + 128 + 128
 
 
 def test_preempted_and_back(folder):
     """More is admitted than fits: short answers have made the engine expect more of them."""
-    requests = [make_request(f"long{seed}", random_ids(20, seed), 50, logprobs=0) for seed in range(4)]
-    expected = {request.key: run(load(folder), [request])[request.key] for request in requests}
+    requests = [engine_request(f"long{seed}", random_ids(20, seed), 50, logprobs=0) for seed in range(4)]
+    expected = {request.key: run_to_end(load(folder), [request])[request.key] for request in requests}
     engine = load(folder, num_blocks=15)
     for seed in range(20):
-        run(engine, [make_request(f"short{seed}", random_ids(5, seed), 2)])
-    records = run(engine, requests)
+        run_to_end(engine, [engine_request(f"short{seed}", random_ids(5, seed), 2)])
+    records = run_to_end(engine, requests)
     assert sum(records[request.key].ended.report.num_preemptions for request in requests) > 0
     check(records, requests, expected)
 
@@ -101,11 +105,11 @@ def test_another_engine_continues_an_answer(folder, alone):
     moved = []
     for request in requests:
         token_ids = [*request.token_ids, *alone[request.key].tokens[0][:GIVEN]]
-        going = make_request(
+        going = engine_request(
             request.key.request_id, token_ids, request.max_tokens, 6, num_prompt_tokens=len(request.token_ids)
         )
         moved.append(replace(going, sampling=request.sampling))
-    records = run(engine, moved, Collector(first_index=GIVEN))
+    records = run_to_end(engine, moved, Collector(first_index=GIVEN))
     for request in requests:
         record, expected = records[request.key._replace(attempt=6)], alone[request.key]
         assert record.tokens[0] == expected.tokens[0][GIVEN:] and record.reasons == expected.reasons
@@ -115,7 +119,7 @@ def test_another_engine_continues_an_answer(folder, alone):
 def test_speculation_does_not_change_answers(folder, alone):
     requests = again(mix(), 3)
     engine = load(folder, speculator="ngram", num_draft_tokens=4)
-    check(run(engine, requests), requests, alone)
+    check(run_to_end(engine, requests), requests, alone)
     assert engine.load_report().num_accepted_tokens > 0
 
 
@@ -124,5 +128,5 @@ def test_bf16_rows_do_not_depend_on_their_batch(folder):
     engine = load(folder, dtype="bf16", max_num_batched_tokens=200)
     pieces = load(folder, dtype="bf16", max_num_batched_tokens=75)
     requests = mix()
-    expected = {request.key: run(engine, [request])[request.key] for request in again(requests, 5)}
-    check(run(pieces, requests), requests, {key._replace(attempt=0): record for key, record in expected.items()})
+    expected = {request.key: run_to_end(engine, [request])[request.key] for request in again(requests, 5)}
+    check(run_to_end(pieces, requests), requests, {key._replace(attempt=0): record for key, record in expected.items()})

@@ -25,7 +25,8 @@ from baton.engine.models import loader, read_layer
 from baton.engine.models.loader import load_model
 from baton.engine.models.registry import read_spec
 from tests.engine.execute.test_graphs import compute_again
-from tests.support.engine.toys import make_request, run
+from tests.support.engine.collector import run_to_end
+from tests.support.engine.toy_engine import engine_request
 from tests.support.model_folders.families import Hand, make_folder, random_ids
 
 pytestmark = [
@@ -81,13 +82,13 @@ def test_an_engine_in_graphs_with_steps_in_flight(tmp_path, device):
     made._graphs.run = lambda batch, shape, *before: (
         shapes.append((len(batch.seqs), shape.num_seqs)) or run_graph(batch, shape, *before)
     )
-    first = [make_request(name, random_ids(size, size), 6) for name, size in (("a", 61), ("b", 2), ("c", 3))]
-    wanted, found = run(plain, first), run(over, first)
+    first = [engine_request(name, random_ids(size, size), 6) for name, size in (("a", 61), ("b", 2), ("c", 3))]
+    wanted, found = run_to_end(plain, first), run_to_end(over, first)
     assert {key: record.answer() for key, record in found.items()} == {key: r.answer() for key, r in wanted.items()}
     assert (3, 4) in shapes
     answer = found[first[0].key].tokens[0]
-    following = make_request("d", random_ids(61, 61) + list(answer)[:5], 2)
-    wanted, found = (run(engine, [following])[following.key] for engine in (plain, over))
+    following = engine_request("d", random_ids(61, 61) + list(answer)[:5], 2)
+    wanted, found = (run_to_end(engine, [following])[following.key] for engine in (plain, over))
     assert found.answer() == wanted.answer() and found.first.num_cached_tokens == 64
 
 
@@ -95,10 +96,10 @@ def test_proposals_are_folded_when_they_are_right(tmp_path, device):
     make_folder(tmp_path, "mamba2", **SMALL)
     options = dict(speculator="ngram", num_draft_tokens=2, max_num_seqs=2)
     few = tuple((token_id, 25.0) for token_id in range(3, 6))
-    request = make_request("a", [3, 4, 5, 3, 4, 5, 3, 4], 8, logit_bias=few)
+    request = engine_request("a", [3, 4, 5, 3, 4, 5, 3, 4], 8, logit_bias=few)
     plain, drafting = small_engine(tmp_path, max_num_seqs=2), small_engine(tmp_path, **options)
     drafting.runner.launcher = GpuLauncher(drafting.runner.model, drafting.pool, drafting.config, True)
-    wanted, found = (run(engine, [request])[request.key] for engine in (plain, drafting))
+    wanted, found = (run_to_end(engine, [request])[request.key] for engine in (plain, drafting))
     assert found.answer() == wanted.answer()
     assert sum(sum(counts.accepted) for counts in drafting.speculator.counts.values()) > 0
 

@@ -8,7 +8,9 @@ import pytest
 from baton.engine import native
 from baton.engine.core.config import EngineConfig
 from baton.engine.engine import Engine
-from tests.support.engine.toys import Collector, check_handed_over, hand_over, make_request, run
+from tests.support.engine.collector import Collector, run_to_end
+from tests.support.engine.handover import check_handed_over, hand_over
+from tests.support.engine.toy_engine import engine_request
 from tests.support.models import TINY, make_model
 
 pytestmark = [
@@ -28,7 +30,7 @@ PROMPT = [*range(5, 165)]
 
 def request(name: str, attempt: int = 0, token_ids=PROMPT, **options):
     sampling = {"temperature": 0.3, "seed": 11, "logprobs": 2}
-    return make_request(name, token_ids, MAX_TOKENS, attempt, num_prompt_tokens=len(PROMPT), **sampling, **options)
+    return engine_request(name, token_ids, MAX_TOKENS, attempt, num_prompt_tokens=len(PROMPT), **sampling, **options)
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +53,7 @@ def roles(forked_ranks, tmp_path_factory):
 @pytest.fixture(scope="module")
 def whole(roles):
     asked = request("whole", named=False)
-    return run(roles[0]["one process"], [asked])[asked.key]
+    return run_to_end(roles[0]["one process"], [asked])[asked.key]
 
 
 @pytest.mark.parametrize("source", SHAPES)
@@ -68,7 +70,7 @@ def test_decode_after_handoff_equals_whole(roles, whole, source, taker):
 def test_a_worker_of_any_shape_answers_alike(roles, whole, shape):
     """Speculated."""
     engine, asked = roles[1][shape], request(f"whole of {shape}", named=False)
-    found = run(engine, [asked])[asked.key]
+    found = run_to_end(engine, [asked])[asked.key]
     assert found.answer() == whole.answer() and found.logprobs == whole.logprobs
     assert sum(engine.speculator.counts["draft"].accepted) > 0
 
@@ -80,5 +82,5 @@ def test_an_answer_continues_on_a_worker_of_another_shape(roles, whole, other):
     moved = request(f"moved to {other}", 1, [*PROMPT, *tokens[:MOVED_AT]], named=False)
     engine = roles[1][other]
     engine.submit(moved)
-    found = run(engine, collector=Collector(first_index=MOVED_AT))[moved.key]
+    found = run_to_end(engine, collector=Collector(first_index=MOVED_AT))[moved.key]
     assert found.tokens[0] == tokens[MOVED_AT:] and found.logprobs[0] == whole.logprobs[0][MOVED_AT:]

@@ -14,7 +14,8 @@ from baton.engine.core.config import EngineConfig
 from baton.engine.core.model_errors import ModelError
 from baton.engine.engine import Engine
 from baton.engine.parallel.stage import cut_layers
-from tests.support.engine.toys import make_request, run
+from tests.support.engine.collector import run_to_end
+from tests.support.engine.toy_engine import engine_request
 from tests.support.model_folders.families import make_folder
 from tests.support.models import TINY, make_model
 from tests.support.native.ranked import collectives_of, depths_of, lose_last_rank
@@ -51,8 +52,8 @@ def grid_of(folder, degree: int, **options) -> EngineConfig:
 
 
 def requests() -> list:
-    sampled = make_request("sampled", PROMPTS[1], NUM_TOKENS, temperature=1.0, top_p=0.9, seed=3, n=2, logprobs=2)
-    return [*(make_request(str(len(ids)), ids, NUM_TOKENS) for ids in PROMPTS), sampled]
+    sampled = engine_request("sampled", PROMPTS[1], NUM_TOKENS, temperature=1.0, top_p=0.9, seed=3, n=2, logprobs=2)
+    return [*(engine_request(str(len(ids)), ids, NUM_TOKENS) for ids in PROMPTS), sampled]
 
 
 def many() -> list:
@@ -66,13 +67,13 @@ def many() -> list:
     )
     prompts = [[(7 * index + at) % 90 + 5 for at in range(3 + index)] for index in range(24)]
     return [
-        make_request(f"many{index}", ids, NUM_TOKENS // 2, **kinds[index % len(kinds)])
+        engine_request(f"many{index}", ids, NUM_TOKENS // 2, **kinds[index % len(kinds)])
         for index, ids in enumerate(prompts)
     ]
 
 
 def answers(engine: Engine, make=requests) -> dict:
-    records = run(engine, make())
+    records = run_to_end(engine, make())
     return {key: (record.answer(), record.logprobs, record.first.prompt_logprobs) for key, record in records.items()}
 
 
@@ -171,9 +172,9 @@ def test_a_lost_rank_ends_every_wait(folder, how, said, config):
     """Of stages too where each has a step."""
     engine = Engine.load(config(folder, 2))
     for index in range(18):
-        engine.submit(make_request(f"beside{index}", PROMPTS[0], NUM_TOKENS))
-    depths, long = depths_of(engine), make_request("a", PROMPTS[2], NUM_TOKENS)
-    lose_last_rank(engine, how, said, long, lambda name: make_request(name, PROMPTS[0], 5))
+        engine.submit(engine_request(f"beside{index}", PROMPTS[0], NUM_TOKENS))
+    depths, long = depths_of(engine), engine_request("a", PROMPTS[2], NUM_TOKENS)
+    lose_last_rank(engine, how, said, long, lambda name: engine_request(name, PROMPTS[0], 5))
     assert max(depths) == (config is not config_of)
 
 

@@ -7,8 +7,10 @@ from baton.engine import native
 from baton.engine.core.config import EngineConfig
 from baton.engine.core.model_errors import ModelError
 from baton.engine.engine import Engine
+from tests.support.engine.collector import run_to_end
 from tests.support.engine.forced import ForcedProposer
-from tests.support.engine.toys import check_handed_over, hand_over, make_request, run
+from tests.support.engine.handover import check_handed_over, hand_over
+from tests.support.engine.toy_engine import engine_request
 from tests.support.model_folders.families import SMALL, make_folder
 
 pytestmark = [
@@ -55,13 +57,13 @@ def engines(folder):
 
 
 def request(name: str, **options):
-    return make_request(name, PROMPT, MAX_TOKENS, temperature=0.5, seed=3, logprobs=2, **options)
+    return engine_request(name, PROMPT, MAX_TOKENS, temperature=0.5, seed=3, logprobs=2, **options)
 
 
 @pytest.fixture(scope="module")
 def whole(engines):
     asked = request("whole", named=False)
-    return run(engines("one process"), [asked])[asked.key]
+    return run_to_end(engines("one process"), [asked])[asked.key]
 
 
 def shapes(*names: str):
@@ -74,7 +76,7 @@ def test_speculated_and_once_more_from_a_checkpoint(engines, whole, shape):
     for turn in range(2):
         asked = request(f"{shape} {turn}")
         ANSWERS[asked.key.request_id, 0] = whole.tokens[0]
-        found = run(engine, [asked])[asked.key]
+        found = run_to_end(engine, [asked])[asked.key]
         assert found.answer() == whole.answer() and found.logprobs == whole.logprobs
     counts = engine.speculator.counts["forced"]
     assert sum(counts.proposed) > sum(counts.accepted) > 0
@@ -86,7 +88,7 @@ def test_choices_that_find_no_state_wait_for_one(engines, shape):
     few, many = engines(shape, num_states=4), engines("one process", num_states=32)
     for turn, n in enumerate((8, 1, 4, 4)):
         asked = request(f"{shape} {turn}", n=n)
-        found, expected = (run(engine, [asked])[asked.key] for engine in (few, many))
+        found, expected = (run_to_end(engine, [asked])[asked.key] for engine in (few, many))
         assert found.answer() == expected.answer() and found.logprobs == expected.logprobs
 
 

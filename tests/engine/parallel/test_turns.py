@@ -14,17 +14,10 @@ from baton.engine.execute.launcher import StagedLauncher
 from baton.engine.kv.pool import KVPool
 from baton.engine.schedule import steps
 from baton.engine.schedule.steps import MIN_SEQS
-from tests.support.engine.toys import (
-    VOCAB,
-    Collector,
-    ToyModel,
-    launches_of,
-    make_request,
-    random_lives,
-    run,
-    toy_answer,
-    toy_engine,
-)
+from tests.support.engine.collector import Collector, run_to_end
+from tests.support.engine.late_launcher import launches_of
+from tests.support.engine.serving import random_lives
+from tests.support.engine.toy_engine import VOCAB, ToyModel, engine_request, toy_answer, toy_engine
 
 SHARED = [7 + index % 80 for index in range(200)]
 OPTIONS = dict(max_num_seqs=48, num_blocks=512, max_num_batched_tokens=256)
@@ -81,7 +74,7 @@ def request_of(chance: random.Random, index: int):
         options |= dict(temperature=chance.choice((0.7, 1.3)), logprobs=chance.choice((None, 1)))
     if chance.random() < 0.3:
         options["stop_token_ids"] = frozenset(chance.sample(range(VOCAB), 6))
-    return make_request(f"r{index}", shared + own, chance.choice((1, 3, 20, 70)), **options)
+    return engine_request(f"r{index}", shared + own, chance.choice((1, 3, 20, 70)), **options)
 
 
 def of_tenants(chance: random.Random, index: int):
@@ -135,7 +128,7 @@ def turns_of(engine: Engine) -> list[bool]:
 def decoding(num_stages: int, count: int, **options) -> tuple[Engine, Collector, list]:
     """An engine whose `count` requests all decode, what they gave out, and they."""
     engine, records = staged_engine(num_stages, **(OPTIONS | options)), Collector()
-    requests = [make_request(f"r{index}", ids_of(20, index), 60) for index in range(count)]
+    requests = [engine_request(f"r{index}", ids_of(20, index), 60) for index in range(count)]
     for request in requests:
         engine.submit(request)
     while any(records[request.key].first is None for request in requests):
@@ -167,7 +160,7 @@ def test_each_stage_has_an_equal_part_and_nobody_waits_for_more_than_the_others(
         names = [name for launch in following for name, _, _ in launch]
         assert sorted(names) == sorted(request.key.request_id for request in requests), "each once in as many launches"
         assert sorted(map(len, following)) == sizes
-    run(engine, collector=records)
+    run_to_end(engine, collector=records)
     assert all(records[request.key].answer() == toy_answer(request) for request in requests)
 
 
@@ -180,11 +173,11 @@ def test_turns_are_made_anew_as_sequences_come_and_go():
         engine.cancel(request.key)
         for _ in range(index % 3):
             records.take(engine.step())
-    added = [make_request(f"more{index}", ids_of(9, index), 30) for index in range(6)]
+    added = [engine_request(f"more{index}", ids_of(9, index), 30) for index in range(6)]
     for request in added:
         engine.submit(request)
         records.take(engine.step())
-    run(engine, collector=records)
+    run_to_end(engine, collector=records)
     last: dict[str, int] = {}
     for index, launch in enumerate(launches):
         for name, begin, end in launch:
@@ -204,15 +197,15 @@ def test_nobody_starves_where_no_step_may_follow():
         records.take(engine.step())
     for launch, following in zip(launches, launches[1:]):
         assert len(launch) == MIN_SEQS and len({name for name, _, _ in (*launch, *following)}) == 2 * MIN_SEQS
-    run(engine, collector=records)
+    run_to_end(engine, collector=records)
     assert all(records[request.key].answer() == toy_answer(request) for request in requests)
 
 
 def test_few_sequences_are_computed_as_without_stages():
     """In as many steps, each given out by the call that began it."""
-    requests = [make_request(f"r{index}", ids_of(20, index), 10) for index in range(MIN_SEQS)]
+    requests = [engine_request(f"r{index}", ids_of(20, index), 10) for index in range(MIN_SEQS)]
     plain, engine = toy_engine(**OPTIONS), staged_engine(2, **OPTIONS)
-    expected, found = run(plain, requests), Collector()
+    expected, found = run_to_end(plain, requests), Collector()
     for request in requests:
         engine.submit(request)
     while engine.has_work():
@@ -227,10 +220,10 @@ def test_all_choices_of_a_request_take_one_turn():
     """One of them may end all."""
     engine = staged_engine(2, **OPTIONS)
     requests = [
-        make_request(f"r{index}", ids_of(20, index), 20, temperature=1.0, seed=index, n=4) for index in range(6)
+        engine_request(f"r{index}", ids_of(20, index), 20, temperature=1.0, seed=index, n=4) for index in range(6)
     ]
     launches = launches_of(engine)
-    records = run(engine, requests)
+    records = run_to_end(engine, requests)
     decoded = [launch for launch in launches if all(end == begin + 1 for _, begin, end in launch)]
     assert {len(launch) for launch in decoded} >= {12} and engine.runner.model.num_overlapped > 10
     for launch in decoded:
@@ -241,8 +234,8 @@ def test_all_choices_of_a_request_take_one_turn():
 
 def test_a_prompt_alone_goes_on_behind_its_own_chunks():
     engine = staged_engine(2, **OPTIONS)
-    launches, request = launches_of(engine), make_request("a", ids_of(500, 1), 2)
-    records = run(engine, [request])
+    launches, request = launches_of(engine), engine_request("a", ids_of(500, 1), 2)
+    records = run_to_end(engine, [request])
     assert launches == [[("a", 0, 256)], [("a", 256, 500)], [("a", 500, 501)]]
     assert engine.runner.model.num_overlapped == 1 and records[request.key].answer() == toy_answer(request)
 
@@ -250,14 +243,14 @@ def test_a_prompt_alone_goes_on_behind_its_own_chunks():
 def test_chunks_beside_sequences_that_decode_are_short():
     """A token waits for the chunks of all stages' steps."""
     engine, records, requests = decoding(2, 16)
-    launches, prompt = launches_of(engine), make_request("long", ids_of(450, 99), 2)
+    launches, prompt = launches_of(engine), engine_request("long", ids_of(450, 99), 2)
     engine.submit(prompt)
     while records[prompt.key].first is None:
         records.take(engine.step())
     chunks = [(begin, end) for launch in launches for name, begin, end in launch if name == "long"][:8]
     assert chunks == [(begin, min(begin + 64, 450)) for begin in range(0, 450, 64)]
     assert all(len(launch) == 9 for launch in launches[1:8]), "eight of sixteen beside a chunk"
-    run(engine, collector=records)
+    run_to_end(engine, collector=records)
     assert all(records[request.key].answer() == toy_answer(request) for request in (*requests, prompt))
 
 
@@ -270,14 +263,14 @@ def test_commands_for_what_is_in_flight_keep_their_order(num_stages):
         records.take(engine.step())
         engine.admission.resume(request.key)
         engine.check_integrity()
-    run(engine, collector=records)
+    run_to_end(engine, collector=records)
     assert all(records[request.key].answer() == toy_answer(request) for request in requests)
 
 
 @pytest.mark.parametrize("where", ["begin", "finish"])
 def test_a_step_that_fails_ends_what_is_in_flight_and_the_next_ones_are_served(where, monkeypatch):
     engine, records, requests = decoding(3, 26)
-    kept = [make_request(f"new{index}", ids_of(30, index), 8) for index in range(3)]
+    kept = [engine_request(f"new{index}", ids_of(30, index), 8) for index in range(3)]
     held = {piece.seq.group.key for flight in engine._flights for piece in flight.slices}
 
     def broken(*given):
@@ -291,6 +284,6 @@ def test_a_step_that_fails_ends_what_is_in_flight_and_the_next_ones_are_served(w
     ended = {request.key for request in requests if records[request.key].ended is not None}
     assert held <= ended and all(records[key].ended.error == "failed_together" for key in ended)
     again = [replace(request, key=request.key._replace(attempt=1)) for request in requests if request.key in ended]
-    run(engine, [*kept, *again], collector=records)
+    run_to_end(engine, [*kept, *again], collector=records)
     for request in (*kept, *again, *(request for request in requests if request.key not in ended)):
         assert records[request.key].answer() == toy_answer(request)

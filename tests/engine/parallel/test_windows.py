@@ -6,8 +6,10 @@ import pytest
 from baton.engine import native
 from baton.engine.core.config import EngineConfig
 from baton.engine.engine import Engine
+from tests.support.engine.collector import run_to_end
 from tests.support.engine.forced import ForcedProposer
-from tests.support.engine.toys import check_handed_over, hand_over, make_request, run
+from tests.support.engine.handover import check_handed_over, hand_over
+from tests.support.engine.toy_engine import engine_request
 from tests.support.model_folders.families import SMALL, make_folder
 
 pytestmark = [
@@ -33,13 +35,13 @@ def folder(tmp_path_factory):
 
 
 def asked():
-    return [make_request(name, ids, MAX_TOKENS, **SAMPLED) for name, ids in PROMPTS.items()]
+    return [engine_request(name, ids, MAX_TOKENS, **SAMPLED) for name, ids in PROMPTS.items()]
 
 
 @pytest.fixture(scope="module")
 def whole(folder):
     """The records of an engine that never lacks a block."""
-    return run(Engine.load(EngineConfig(folder, num_blocks=96, **OPTIONS)), asked())
+    return run_to_end(Engine.load(EngineConfig(folder, num_blocks=96, **OPTIONS)), asked())
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -53,13 +55,13 @@ def test_speculated_beside_each_other_in_the_memory_of_one(folder, whole, shape)
     engine = Engine.load(config, proposers=[ForcedProposer(answers, 0.67, SMALL["vocab_size"])])
     try:
         assert engine.num_blocks == 30 and engine.ledger.num_ids == engine.pool.num_blocks == 60
-        records = run(engine, asked())
+        records = run_to_end(engine, asked())
         for key, record in whole.items():
             assert records[key].answer() == record.answer() and records[key].logprobs == record.logprobs
             assert records[key].ended.report.num_preemptions == 0
         assert engine.ledger.num_available == 30
         prefill = Engine.load(EngineConfig(folder, num_blocks=30, **OPTIONS))
-        requests = [make_request(each.key.request_id, each.token_ids, MAX_TOKENS, 1, **SAMPLED) for each in asked()]
+        requests = [engine_request(each.key.request_id, each.token_ids, MAX_TOKENS, 1, **SAMPLED) for each in asked()]
         firsts, rest = hand_over(prefill, engine, requests)
         for request in requests:
             check_handed_over(firsts, rest, request, whole[request.key._replace(attempt=0)])

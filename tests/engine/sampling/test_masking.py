@@ -11,7 +11,7 @@ from baton.engine.sampling.masking import apply_masks
 from baton.engine.sampling.on_device import DeviceSampler, plain_row
 from baton.engine.sampling.sampler import Sampler, SampleRow
 from baton.sampling_params import SamplingParams
-from tests.support.engine.toys import make_request
+from tests.support.engine.toy_engine import engine_request
 
 NEVER = float("-inf")
 
@@ -77,6 +77,6 @@ def test_one_token_that_is_allowed_is_drawn():
 
 def test_a_constrained_token_is_not_drawn_ahead():
     """Its mask depends on the token before, which a launch behind another does not know."""
-    request = make_request("a", [1, 2, 3])
+    request = engine_request("a", [1, 2, 3])
     assert plain_row(request, 0, 3) is not None
     assert plain_row(replace(request, constraint=Constraint("json_object", "")), 0, 3) is None

@@ -17,7 +17,7 @@ from baton.engine.sampling.on_device import DeviceSampler, plain_row, sampler_on
 from baton.engine.sampling.sampler import Sampler, SampleRow
 from baton.sampling_params import SamplingParams
 from tests.engine.sampling.sample_rows import FILTERS, MIXED, SHAPES, any_row, every_row, make_rows
-from tests.support.engine.toys import make_request
+from tests.support.engine.toy_engine import engine_request
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 pytestmark = pytest.mark.skipif(bool(kernels.unavailable(DEVICE.type)), reason=kernels.unavailable(DEVICE.type))
@@ -134,7 +134,7 @@ def test_a_draw_is_two_launches_and_asks_the_device_for_nothing(monkeypatch):
 
 def test_what_hangs_on_the_tokens_before_is_not_drawn_ahead():
     def row(**options):
-        return plain_row(make_request("a", range(10), **options), 0, 12)
+        return plain_row(engine_request("a", range(10), **options), 0, 12)
 
     assert row().position == 12 and row(temperature=1.0, top_p=0.5, logit_bias=((1, 1.0),)) is not None
     for options in (

@@ -17,7 +17,7 @@ from baton.engine.sampling.noise import GOLDEN, MASK, MIX_1, MIX_2, gumbel, nois
 from baton.engine.sampling.penalties import penalize
 from baton.engine.sampling.sampler import Sampler, SampleRow, sample_row
 from baton.sampling_params import SamplingParams
-from tests.support.engine.toys import make_request
+from tests.support.engine.toy_engine import engine_request
 
 VOCAB = 500
 
@@ -48,7 +48,7 @@ def test_repetition_penalty_as_transformers():
 def test_what_a_prompt_holds_is_found_once():
     """Not again in each step, in which all other requests wait: of a long prompt that took milliseconds."""
     request, other = (
-        make_request("a", [5, 3, 5, 7], **penalty)
+        engine_request("a", [5, 3, 5, 7], **penalty)
         for penalty in ({"repetition_penalty": 1.3}, {"frequency_penalty": 1.0})
     )
     token_ids = list(request.token_ids)

@@ -7,7 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.engine.speculation.proposers.ngram import NgramProposer
-from tests.support.engine.toys import VOCAB, make_request, run, toy_engine
+from tests.support.engine.collector import run_to_end
+from tests.support.engine.toy_engine import VOCAB, engine_request, toy_engine
 
 PROMPT = [5, 6, 7, 8] * 25  # repeats, so that prompt lookup proposes something
 WAYS = {
@@ -44,8 +45,8 @@ def parameters() -> st.SearchStrategy:
 
 
 def answer(way: str, parameters: dict, min_tokens: int):
-    request = make_request(way, PROMPT, 6, min_tokens=min_tokens, stop_token_ids=frozenset([3]), **parameters)
-    record = run(WAYS[way](), [request])[request.key]
+    request = engine_request(way, PROMPT, 6, min_tokens=min_tokens, stop_token_ids=frozenset([3]), **parameters)
+    record = run_to_end(WAYS[way](), [request])[request.key]
     told = {choice: entries for choice, entries in record.logprobs.items() if entries}
     assert record.ended and len(record.tokens) == parameters["n"]
     assert all(0 <= token_id < VOCAB for tokens in record.tokens.values() for token_id in tokens)

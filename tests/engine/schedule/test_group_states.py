@@ -19,7 +19,7 @@ from baton.engine.schedule.sequence import Copies, SequenceGroup
 from baton.engine.schedule.states import GroupEvent, GroupState
 from baton.engine.schedule.tenant_shares import Shares
 from kvtransfer.layout import KVGroup, KVLayout
-from tests.support.engine.toys import make_request
+from tests.support.engine.toy_engine import engine_request
 
 E, S = GroupEvent, GroupState
 NUM_BLOCKS, NUM_TOKENS, BLOCK_SIZE = 64, 150, 16
@@ -55,7 +55,7 @@ class GroupHarness:
         self.scheduler = Scheduler(config, layout, self.ledger, shares, lengths, Copies(no_copy, no_copy))
         self.lifecycle = GroupLifecycle(layout, self.ledger, self.inbox, groups, self.scheduler, None)
         self.admission = Admission(config, layout, self.lifecycle, shares, Adapters(None))
-        self.request = make_request(KEY.request_id, list(range(1, NUM_TOKENS + 1)), 20)
+        self.request = engine_request(KEY.request_id, list(range(1, NUM_TOKENS + 1)), 20)
         self.group: SequenceGroup | None = None
         self.ends: list[RequestEnded] = []
 
@@ -71,7 +71,7 @@ class GroupHarness:
 
     def cache_spans(self) -> tuple[bytes, ...]:
         """Another request leaves its spans in the cache."""
-        request = make_request(OTHER.request_id, list(range(1, NUM_TOKENS + 1)), 20)
+        request = engine_request(OTHER.request_id, list(range(1, NUM_TOKENS + 1)), 20)
         self.admission.admit(request)
         self.admission.set_aside(OTHER, NUM_TOKENS)
         self.admission.verify(OTHER, NUM_TOKENS)

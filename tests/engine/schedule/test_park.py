@@ -6,7 +6,8 @@ import time
 import pytest
 
 from tests.engine.schedule.test_scheduling import check, prompt
-from tests.support.engine.toys import Collector, make_request, run, toy_answer, toy_engine
+from tests.support.engine.collector import Collector, run_to_end
+from tests.support.engine.toy_engine import engine_request, toy_answer, toy_engine
 
 
 def begin(engine, request, num_steps: int) -> Collector:
@@ -30,7 +31,7 @@ def finish(engine, records, *requests) -> None:
 @pytest.mark.parametrize("num_steps", [2, 40, 90])
 def test_it_goes_on_where_it_was(n, num_steps):
     engine = toy_engine()
-    request = make_request("a", prompt(70), 100, n=n, temperature=1.1, seed=3)
+    request = engine_request("a", prompt(70), 100, n=n, temperature=1.1, seed=3)
     records = begin(engine, request, num_steps)
     engine.admission.park(request.key)
     for _ in range(3):
@@ -47,7 +48,7 @@ def test_it_goes_on_where_it_was(n, num_steps):
 
 def test_it_goes_on_by_a_prefix_hit():
     engine = toy_engine()
-    request = make_request("a", prompt(130), 60)
+    request = engine_request("a", prompt(130), 60)
     records = begin(engine, request, 40)
     engine.admission.park(request.key)
     records.take(engine.step())
@@ -63,14 +64,14 @@ def test_it_goes_on_by_a_prefix_hit():
 def test_what_was_evicted_meanwhile_is_computed_again():
     engine = toy_engine(num_blocks=24, max_model_len=384)
     request, others = (
-        make_request("a", prompt(100), 80),
-        [make_request(f"b{i}", prompt(250, i + 2), 4) for i in range(4)],
+        engine_request("a", prompt(100), 80),
+        [engine_request(f"b{i}", prompt(250, i + 2), 4) for i in range(4)],
     )
     records = begin(engine, request, 20)
     engine.admission.park(request.key)
     records.take(engine.step())
     for other in others:
-        check(run(engine, [other]), [other])
+        check(run_to_end(engine, [other]), [other])
     engine.admission.resume(request.key)
     finish(engine, records, request)
     check(records, [request])
@@ -78,7 +79,7 @@ def test_what_was_evicted_meanwhile_is_computed_again():
 
 def test_it_may_be_ended_while_it_is_parked():
     engine = toy_engine()
-    request = make_request("a", prompt(70), 100)
+    request = engine_request("a", prompt(70), 100)
     records = begin(engine, request, 10)
     engine.admission.park(request.key)
     records.take(engine.step())
@@ -94,7 +95,7 @@ def test_it_may_be_ended_while_it_is_parked():
 
 def test_park_and_resume_before_the_loop_looks():
     engine = toy_engine()
-    request = make_request("a", prompt(70), 30)
+    request = engine_request("a", prompt(70), 30)
     records = begin(engine, request, 5)
     for _ in range(3):
         engine.admission.park(request.key)
@@ -105,7 +106,7 @@ def test_park_and_resume_before_the_loop_looks():
 
 def test_a_prompt_that_is_being_read_is_not_parked():
     engine = toy_engine()
-    request = make_request("a", prompt(300), 10)
+    request = engine_request("a", prompt(300), 10)
     records = begin(engine, request, 1)
     engine.admission.park(request.key)
     finish(engine, records, request)
@@ -115,7 +116,7 @@ def test_a_prompt_that_is_being_read_is_not_parked():
 def test_parked_before_it_starts():
     """A Park that the loop finds in front of the Start: there is nothing yet to go back to."""
     reader, engine = toy_engine(), toy_engine()
-    request = make_request("a", prompt(30), 20)
+    request = engine_request("a", prompt(30), 20)
     engine.admission.admit(request)
     reader.admission.accept(request)
     firsts, records = Collector(), Collector(first_index=1)
@@ -129,7 +130,7 @@ def test_parked_before_it_starts():
     engine.admission.park(request.key)
     engine.admission.start(request.key, done.first_tokens)
     engine.admission.resume(request.key)
-    run(engine, collector=records)
+    run_to_end(engine, collector=records)
     assert [done.first_tokens[0].token_id, *records[request.key].tokens[0]] == toy_answer(request)[0][0]
     assert engine.ledger.num_available == engine.num_blocks and not engine.admission.groups
 
@@ -137,7 +138,7 @@ def test_parked_before_it_starts():
 def test_its_deadline_is_that_of_who_reads_it(monkeypatch):
     engine, now, jumped_s = toy_engine(), time.monotonic, 0.0
     monkeypatch.setattr(time, "monotonic", lambda: now() + jumped_s)
-    request = make_request("a", prompt(70), 40, deadline=now() + 600)
+    request = engine_request("a", prompt(70), 40, deadline=now() + 600)
     records = begin(engine, request, 5)
     engine.admission.park(request.key)
     records.take(engine.step())
@@ -147,7 +148,7 @@ def test_its_deadline_is_that_of_who_reads_it(monkeypatch):
     engine.admission.resume(request.key, time.monotonic() + 60)
     finish(engine, records, request)
     check(records, [request])
-    late = make_request("b", prompt(70), 40, deadline=time.monotonic() + 60)
+    late = engine_request("b", prompt(70), 40, deadline=time.monotonic() + 60)
     records = begin(engine, late, 5)
     engine.admission.park(late.key)
     records.take(engine.step())
@@ -158,7 +159,7 @@ def test_its_deadline_is_that_of_who_reads_it(monkeypatch):
 
 def test_a_key_that_was_resumed_and_had_not_parked_has_the_deadline_of_who_reads_it():
     engine = toy_engine()
-    request = make_request("a", prompt(300), 40)
+    request = engine_request("a", prompt(300), 40)
     records = begin(engine, request, 1)
     engine.admission.resume(request.key, time.monotonic())
     finish(engine, records, request)
@@ -166,7 +167,7 @@ def test_a_key_that_was_resumed_and_had_not_parked_has_the_deadline_of_who_reads
 
 
 def test_deadlines_of_what_is_resumed_again_and_again_take_no_more_and_more():
-    engine, request = toy_engine(), make_request("a", prompt(70), 40)
+    engine, request = toy_engine(), engine_request("a", prompt(70), 40)
     engine.submit(request)
     groups, group = engine.lifecycle.groups, engine.lifecycle.groups[request.key]
     for number in range(2000):
@@ -178,21 +179,21 @@ def test_deadlines_of_what_is_resumed_again_and_again_take_no_more_and_more():
 
 def test_a_failed_step_ends_what_is_parked_too():
     engine = toy_engine()
-    request = make_request("a", prompt(70), 40)
+    request = engine_request("a", prompt(70), 40)
     records = begin(engine, request, 5)
     engine.admission.park(request.key)
     records.take(engine.step())
     records.take(engine.fail("broken"))
     assert records[request.key].ended.error == "failed"
     engine.check_integrity()
-    check(run(engine, [again := make_request("b", prompt(70), 20)]), [again])
+    check(run_to_end(engine, [again := engine_request("b", prompt(70), 20)]), [again])
 
 
 @pytest.mark.parametrize("seed", range(6))
 def test_at_random_moments_among_others(seed):
     rng, engine = random.Random(seed), toy_engine(num_blocks=96, max_model_len=512, max_num_seqs=8)
     requests = [
-        make_request(f"r{i}", prompt(rng.randrange(20, 90), i), rng.randrange(20, 120), n=rng.choice((1, 1, 2)),
+        engine_request(f"r{i}", prompt(rng.randrange(20, 90), i), rng.randrange(20, 120), n=rng.choice((1, 1, 2)),
                      temperature=1.0, seed=i)
         for i in range(5)
     ]  # fmt: skip

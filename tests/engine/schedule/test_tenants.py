@@ -9,14 +9,15 @@ from hypothesis import strategies as st
 
 from baton.engine.core.request import Key, Refusal, Request
 from baton.engine.schedule.states import GroupState
-from tests.support.engine.toys import Collector, make_request, run, toy_answer, toy_engine
+from tests.support.engine.collector import Collector, run_to_end
+from tests.support.engine.toy_engine import engine_request, toy_answer, toy_engine
 
 FLOOD, QUIET = b"flood", b"quiet"
 
 
 def of(tenant: bytes, name: str, num_tokens: int = 40, max_tokens: int = 8, **options) -> Request:
     prompt = [crc32(tenant + name.encode()) % 90 + i % 7 for i in range(num_tokens)]
-    return make_request(name, prompt, max_tokens, tenant_mark=tenant, **options)
+    return engine_request(name, prompt, max_tokens, tenant_mark=tenant, **options)
 
 
 def steps(engine, records: Collector, num: int) -> None:
@@ -52,7 +53,7 @@ def test_who_comes_gets_a_place_where_another_has_taken_all():
         engine.submit(request)
     steps(engine, records, 3)
     assert running(engine) == {FLOOD: 2, QUIET: 2}, "and no more than its part"
-    run(engine, collector=records)
+    run_to_end(engine, collector=records)
     check(records, flood + quiet)
 
 
@@ -67,14 +68,14 @@ def test_the_choices_of_one_request_leave_others_their_places():
     engine.submit(quiet)
     steps(engine, records, 1)
     assert records[quiet.key].first is not None
-    run(engine, collector=records)
+    run_to_end(engine, collector=records)
     check(records, [*flood, quiet])
 
 
 def test_who_is_alone_has_everything():
     engine = toy_engine(max_num_seqs=4)
     requests = [of(FLOOD, f"f{i}", max_tokens=20) for i in range(5)]
-    records = run(engine, requests)
+    records = run_to_end(engine, requests)
     check(records, requests)
     assert not any(records[request.key].ended.report.num_preemptions for request in requests)
     assert max(size for size, _ in engine.runner.model.batch_sizes) == 4
@@ -91,7 +92,7 @@ def test_prompts_are_read_by_turns():
     engine.submit(quiet)
     steps(engine, records, 1)
     assert records[quiet.key].first is not None
-    run(engine, collector=records)
+    run_to_end(engine, collector=records)
     check(records, [*flood, quiet])
 
 
@@ -99,7 +100,7 @@ def test_who_comes_waits_for_a_short_step_and_is_read_in_one_piece():
     """While tenants share, a step for one without saved turns reads a quarter of a whole chunk."""
     engine, records = toy_engine(max_num_seqs=8, num_blocks=128, max_num_batched_tokens=512), Collector()
     sizes = engine.runner.model.batch_sizes
-    run(engine, [of(QUIET, "q0", 40)], records)
+    run_to_end(engine, [of(QUIET, "q0", 40)], records)
     for i in range(3):
         engine.submit(of(FLOOD, f"f{i}", 500, 1))
     steps(engine, records, 3)
@@ -108,7 +109,7 @@ def test_who_comes_waits_for_a_short_step_and_is_read_in_one_piece():
     engine.submit(quiet)
     steps(engine, records, 1)
     assert records[quiet.key].first is not None and sizes[-1] == (1, 480)
-    run(engine, collector=records)
+    run_to_end(engine, collector=records)
     check(records, [quiet])
 
 
@@ -117,9 +118,9 @@ def test_gaps_between_a_floods_prompts_do_not_make_its_chunks_whole():
     those of one that seldom comes, whose rest would wait for them."""
     engine, records = toy_engine(num_blocks=128, max_model_len=1024, max_num_batched_tokens=512), Collector()
     sizes = engine.runner.model.batch_sizes
-    run(engine, [of(QUIET, "q0", 40)], records)
+    run_to_end(engine, [of(QUIET, "q0", 40)], records)
     for i in range(4):
-        run(engine, [of(FLOOD, f"f{i}", 500, 3)], records)
+        run_to_end(engine, [of(FLOOD, f"f{i}", 500, 3)], records)
     engine.submit(of(FLOOD, "f4", 500, 1))
     steps(engine, records, 1)
     assert sizes[-1] == (1, 128)
@@ -127,7 +128,7 @@ def test_gaps_between_a_floods_prompts_do_not_make_its_chunks_whole():
     engine.submit(quiet)
     steps(engine, records, 2)
     assert records[quiet.key].first is not None and sizes[-2:] == [(1, 512), (1, 48)]
-    run(engine, collector=records)
+    run_to_end(engine, collector=records)
     check(records, [quiet])
 
 
@@ -178,8 +179,8 @@ def test_one_tenants_prompts_do_not_fill_the_line_before_a_prefill():
 
 def test_without_marks_there_is_one_tenant():
     engine = toy_engine(num_blocks=32)
-    engine.admission.admit(make_request("a", [1] * 470, 8))
-    engine.admission.admit(make_request("b", [2] * 10, 8))
+    engine.admission.admit(engine_request("a", [1] * 470, 8))
+    engine.admission.admit(engine_request("b", [2] * 10, 8))
     assert engine.ledger.num_available == 0, "nothing is kept for others"
 
 
@@ -205,7 +206,7 @@ def test_who_lacks_blocks_gets_those_that_another_has_beyond_its_part(named, num
     while records[quiet.key].ended is None:
         steps(engine, records, 1)
     assert not records[quiet.key].ended.report.num_preemptions
-    run(engine, collector=records)
+    run_to_end(engine, collector=records)
     check(records, [*flood, quiet])
 
 
@@ -216,7 +217,7 @@ def test_who_lacks_a_state_gets_one_that_another_has_beyond_its_part(is_cached, 
     engine, records = toy_engine(num_states=4 + is_cached, max_num_seqs=8), Collector()
     quiet = of(QUIET, "q", 100)
     if is_cached:
-        run(engine, [replace(quiet, key=Key("q0"))], records)
+        run_to_end(engine, [replace(quiet, key=Key("q0"))], records)
     flood = [of(FLOOD, f"f{i}", max_tokens=60) for i in range(4)]
     for request in flood:
         engine.submit(request)
@@ -231,7 +232,7 @@ def test_who_lacks_a_state_gets_one_that_another_has_beyond_its_part(is_cached, 
     steps(engine, records, 2)
     assert records[quiet.key].first is not None
     engine.admission.release_lease(quiet.key)
-    run(engine, collector=records)
+    run_to_end(engine, collector=records)
     check(records, flood if is_for_taker else [*flood, quiet])
 
 
@@ -249,25 +250,25 @@ def test_who_comes_back_gets_a_state_where_another_has_taken_all():
     engine.admission.resume(quiet.key)
     steps(engine, records, 2)
     assert running(engine) == {FLOOD: 3, QUIET: 1}
-    run(engine, collector=records)
+    run_to_end(engine, collector=records)
     check(records, [*flood, quiet])
 
 
 def test_what_is_owed_counts_the_cached_prefix():
     """It is taken with the rest, or nobody is preempted while no more than that is left."""
     engine, records = toy_engine(max_num_seqs=8, num_blocks=32), Collector()
-    run(engine, [before := of(QUIET, "q", 130, 2)], records)
+    run_to_end(engine, [before := of(QUIET, "q", 130, 2)], records)
     flood = [of(FLOOD, f"f{i}", 60, 160) for i in range(3)]
     for request in flood:
         engine.submit(request)
     while engine.ledger.num_available > 8:
         steps(engine, records, 1)
-    quiet = make_request("q1", [*before.token_ids, *range(20)], 4, tenant_mark=QUIET)
+    quiet = engine_request("q1", [*before.token_ids, *range(20)], 4, tenant_mark=QUIET)
     assert len(engine.ledger.find(quiet.span_hashes, 150)) == engine.ledger.num_available == 8
     assert refusal(lambda: engine.submit(quiet)).retry_after_s < 0.1
     steps(engine, records, 1)
     engine.submit(quiet)
-    run(engine, collector=records)
+    run_to_end(engine, collector=records)
     check(records, [*flood, quiet])
 
 
@@ -284,7 +285,7 @@ def test_what_waits_while_others_are_owed_blocks_holds_none():
     assert refusal(lambda: engine.admission.admit(quiet)).retry_after_s < 0.1
     steps(engine, records, 1)
     engine.submit(quiet)
-    run(engine, collector=records)
+    run_to_end(engine, collector=records)
     check(records, [first, flood, quiet])
 
 
@@ -320,7 +321,7 @@ def test_nobody_is_preempted_for_a_tenant_that_holds_more():
     quiet = of(QUIET, "q", 40, 60, named=False)
     for request in (*flood, quiet):
         engine.submit(request)
-    run(engine, collector=records)
+    run_to_end(engine, collector=records)
     check(records, [*flood, quiet])
     assert not records[quiet.key].ended.report.num_preemptions
     assert any(records[request.key].ended.report.num_preemptions for request in flood)
@@ -357,7 +358,7 @@ def test_what_waits_for_blocks_is_not_passed_for_good_by_its_tenants_requests(nu
             break
     assert (records[long.key].ended is not None) == is_part
     assert is_part or sum(records[request.key].ended is not None for request in own) > 100
-    run(engine, collector=records)
+    run_to_end(engine, collector=records)
     check(records, [long, *own, *flood])
 
 
@@ -386,7 +387,7 @@ def test_who_comes_behind_one_that_waits_is_owed_what_both_lack():
     owed.append(engine.scheduler.shares.owed()[QUIET].blocks)
     assert 0 < owed[1] < owed[0], "else others are preempted for what the one that waited has"
     engine.submit(new)
-    run(engine, collector=records)
+    run_to_end(engine, collector=records)
     check(records, [long, new, *own, *flood])
 
 
@@ -408,7 +409,7 @@ def test_what_waits_for_blocks_is_passed_by_a_request_of_higher_priority():
     check(records, [first])
     assert records[long.key].ended is None
     engine.admission.release_lease(held.key)
-    run(engine, collector=records)
+    run_to_end(engine, collector=records)
     check(records, [long])
 
 
@@ -427,7 +428,7 @@ def test_what_parks_unread_holds_nothing():
     engine.cancel(of(FLOOD, "f4").key)
     for request in flood:
         engine.admission.resume(request.key)
-    run(engine, collector=records)
+    run_to_end(engine, collector=records)
     check(records, flood)
 
 
@@ -457,6 +458,6 @@ def test_no_answer_hangs_on_who_else_is_there(drawn, num_blocks, max_num_seqs, n
                 steps(engine, records, 1)
         requests.append(request)
         steps(engine, records, pause)
-    run(engine, collector=records)
+    run_to_end(engine, collector=records)
     check(records, requests)
     assert not engine.scheduler._tenants and engine.ledger.num_reserved == 0

@@ -12,19 +12,11 @@ from baton.engine.kv.ledger import Holder, Ledger
 from baton.engine.kv.window import Window
 from baton.engine.models.registry import read_spec
 from baton.engine.schedule.sequence_blocks import SequenceBlocks
-from tests.support.engine.toys import (
-    Collector,
-    LateLauncher,
-    check_handed_over,
-    copy_kv,
-    going_on,
-    hand_over,
-    make_request,
-    random_lives,
-    run,
-    toy_answer,
-    toy_engine,
-)
+from tests.support.engine.collector import Collector, run_to_end
+from tests.support.engine.handover import check_handed_over, copy_kv, going_on, hand_over
+from tests.support.engine.late_launcher import LateLauncher
+from tests.support.engine.serving import random_lives
+from tests.support.engine.toy_engine import engine_request, toy_answer, toy_engine
 from tests.support.model_folders.families import make_folder
 
 WINDOW = 40
@@ -49,7 +41,7 @@ def request_of(chance: random.Random, index: int):
     shared = SHARED[: chance.choice((0, 0, 64, 130, 300))]
     own = [chance.randrange(5, 90) for _ in range(chance.choice((1, 5, 40, 63, 64, 200)))]
     n, named = chance.choice((1, 1, 1, 2)), chance.random() < 0.8
-    return make_request(f"r{index}", shared + own, chance.choice((1, 3, 20, 150)), n=n, named=named)
+    return engine_request(f"r{index}", shared + own, chance.choice((1, 3, 20, 150)), n=n, named=named)
 
 
 @pytest.mark.parametrize("num_blocks", [48, 34])
@@ -66,7 +58,7 @@ def test_random_lives_with_windows_answer_as_alone(kind, seed, num_blocks):
 @pytest.mark.parametrize("named", [True, False])
 @each_kind
 def test_a_long_sequence_holds_its_window(kind, named):
-    engine, request = toy_engine(**kind), make_request("a", PROMPT, 160, named=named)
+    engine, request = toy_engine(**kind), engine_request("a", PROMPT, 160, named=named)
     engine.submit(request)
     records, held = Collector(), []
     while engine.has_work():
@@ -89,8 +81,8 @@ def test_a_long_sequence_holds_its_window(kind, named):
 def test_three_long_sequences_fit_where_one_would(kind):
     """None of them is preempted: 701 tokens of each are 44 blocks."""
     engine = toy_engine(**kind | (dict(num_blocks=54) if kind is SOME else {}))
-    requests = [make_request(f"r{i}", [i + 5, *PROMPT[:100]], 600) for i in range(3)]
-    records = run(engine, requests)
+    requests = [engine_request(f"r{i}", [i + 5, *PROMPT[:100]], 600) for i in range(3)]
+    records = run_to_end(engine, requests)
     for request in requests:
         assert records[request.key].answer() == answer_of(request, kind)
         assert records[request.key].ended.report.num_preemptions == 0
@@ -101,8 +93,8 @@ def test_a_step_in_flight_may_still_look_at_what_was_given_back(kind):
     """Steps overlap: the toy model looks when a step is read, behind the launch of the next."""
     engine = toy_engine(**kind | dict(num_blocks=64))
     engine.runner.launcher = launcher = LateLauncher(engine.runner.model, engine.pool)
-    requests = [make_request(f"r{i}", PROMPT[i : 200 + i], 300) for i in range(3)]
-    records = run(engine, requests)
+    requests = [engine_request(f"r{i}", PROMPT[i : 200 + i], 300) for i in range(3)]
+    records = run_to_end(engine, requests)
     assert launcher.num_overlapped > 100
     for request in requests:
         assert records[request.key].answer() == answer_of(request, kind)
@@ -143,10 +135,10 @@ def test_a_prefix_is_found_by_its_window():
 
 def test_the_same_prompt_again_begins_at_its_window():
     engine = toy_engine(**ALL | dict(num_blocks=50))
-    run(engine, [make_request("a", PROMPT, 2), make_request("other", SHARED, 2)])
-    second = make_request("b", PROMPT, 20)
+    run_to_end(engine, [engine_request("a", PROMPT, 2), engine_request("other", SHARED, 2)])
+    second = engine_request("b", PROMPT, 20)
     assert len(engine.ledger.find(second.span_hashes, 600, whole=True)) < 36, "its first blocks are gone"
-    records = run(engine, [second])
+    records = run_to_end(engine, [second])
     assert records[second.key].first.num_cached_tokens == 576
     assert records[second.key].answer() == toy_answer(second, WINDOW)
 
@@ -157,11 +149,11 @@ def test_the_same_prompt_again_begins_at_its_window():
 def test_decode_after_handoff_equals_whole(kind, num_tokens, n):
     """Only the window crosses, where all layers have one; the whole prompt crosses to who wants all of it."""
     options = kind | dict(max_num_seqs=4, num_blocks=96)
-    requests = [make_request(f"r{i}", [5 + (i + at) % 80 for at in range(num_tokens)], 60, n=n) for i in range(2)]
+    requests = [engine_request(f"r{i}", [5 + (i + at) % 80 for at in range(num_tokens)], 60, n=n) for i in range(2)]
     prefill, decode = toy_engine(**options), toy_engine(**options)
     firsts, rest = hand_over(prefill, decode, requests)
     for request in requests:
-        whole = run(toy_engine(**options), [request])[request.key]
+        whole = run_to_end(toy_engine(**options), [request])[request.key]
         assert whole.answer() == answer_of(request, kind)
         check_handed_over(firsts, rest, request, whole)
     for engine in (prefill, decode):
@@ -174,7 +166,7 @@ def test_decode_after_handoff_equals_whole(kind, num_tokens, n):
 def test_what_was_fetched_leaves_its_window_as_it_comes():
     """A decode worker holds a part of a block as long as a fetch may write there, and then what tokens to come see."""
     prefill, decode = toy_engine(**SOME), toy_engine(**SOME)
-    request, window = make_request("a", PROMPT, 20), decode.ledger.window
+    request, window = engine_request("a", PROMPT, 20), decode.ledger.window
     decode.admission.admit(request)
     acceptance, firsts = prefill.admission.accept(request), Collector()
     while firsts[request.key].first is None:
@@ -189,18 +181,18 @@ def test_what_was_fetched_leaves_its_window_as_it_comes():
     assert held == [38, 38, 34, 30, 26, 22, 18, 14, 10, 6, 6]
     decode.admission.fetch_settled(request.key)
     decode.admission.start(request.key, going_on(firsts[request.key].first))
-    rest = run(decode, collector=Collector(first_index=1))
+    rest = run_to_end(decode, collector=Collector(first_index=1))
     tokens = toy_answer(request)[0][0]
     assert rest[request.key].tokens[0] == tokens[1:] and window.in_whole_blocks(38, 6) == 14
 
 
 def test_a_prompt_that_is_fetched_whole_is_promised_blocks_for_all_of_it():
     """That is one of whose tokens something is asked: it could not be read here behind what was skipped."""
-    engine, whole = toy_engine(**ALL), make_request("a", PROMPT, 20, prompt_logprobs=0)
+    engine, whole = toy_engine(**ALL), engine_request("a", PROMPT, 20, prompt_logprobs=0)
     engine.admission.admit(whole)
     with pytest.raises(Refusal):
         for index in range(5):
-            engine.admission.admit(make_request(f"r{index}", PROMPT, 20, named=False))
+            engine.admission.admit(engine_request(f"r{index}", PROMPT, 20, named=False))
     assert engine.admission.skip(whole.key, 600) == 0
     assert len(engine.admission.set_aside(whole.key, 600)) == 38
     engine.check_integrity()
@@ -210,7 +202,7 @@ def test_a_prompt_that_is_fetched_whole_is_promised_blocks_for_all_of_it():
 def test_what_was_fetched_is_promised_its_growth_alone(n):
     """The promise to read a prompt in chunks ends with its fetch, which took a window's blocks of it."""
     prefill, decode = toy_engine(**ALL | dict(num_blocks=64)), toy_engine(**ALL | dict(num_blocks=64))
-    request, firsts = make_request("a", PROMPT, 20, n=n), Collector()
+    request, firsts = engine_request("a", PROMPT, 20, n=n), Collector()
     decode.admission.admit(request)
     acceptance = prefill.admission.accept(request)
     while firsts[request.key].first is None:
@@ -223,7 +215,7 @@ def test_what_was_fetched_is_promised_its_growth_alone(n):
     decode.admission.start(request.key, going_on(firsts[request.key].first))
     decode.check_integrity()
     assert decode.ledger.num_reserved == n * 1 + (n - 1), "620 tokens are 39 blocks, and each choice has a tail"
-    rest = run(decode, collector=Collector(first_index=1))
+    rest = run_to_end(decode, collector=Collector(first_index=1))
     for choice, (tokens, _) in answer_of(request, ALL).items():
         assert rest[request.key].tokens[choice] == tokens[1:]
     assert decode.ledger.num_available == 64
@@ -236,7 +228,7 @@ def test_a_fetch_that_failed_goes_on_with_local_prefill(kind, brought, settled):
     """What was skipped is read here, unless all that is seen has come."""
     kind = kind | (dict(num_blocks=64) if kind is SOME else {})  # a fetch that may still write has its own
     prefill, decode = toy_engine(**kind), toy_engine(**kind)
-    request = make_request("a", PROMPT, 20)
+    request = engine_request("a", PROMPT, 20)
     decode.admission.admit(request)
     acceptance, firsts = prefill.admission.accept(request), Collector()
     while firsts[request.key].first is None:
@@ -254,7 +246,7 @@ def test_a_fetch_that_failed_goes_on_with_local_prefill(kind, brought, settled):
         decode.admission.fetch_settled(request.key)
     decode.admission.compute_rest(request.key)
     decode.check_integrity()
-    records = run(decode)
+    records = run_to_end(decode)
     assert records[request.key].answer() == answer_of(request, kind)
     assert records[request.key].first.num_chunks == (1 if brought else 10)
     decode.admission.fetch_settled(request.key)
@@ -265,8 +257,8 @@ def test_a_fetch_that_failed_goes_on_with_local_prefill(kind, brought, settled):
 def test_a_taker_may_have_all_of_a_prompt_that_was_found_cached():
     """A lease is of whole prompts: the source looks for whole prefixes, whatever is left of others."""
     engine = toy_engine(**ALL | dict(num_blocks=50))
-    run(engine, [make_request("a", PROMPT, 2), make_request("other", SHARED, 2)])
-    request = make_request("b", PROMPT, 20)
+    run_to_end(engine, [engine_request("a", PROMPT, 2), engine_request("other", SHARED, 2)])
+    request = engine_request("b", PROMPT, 20)
     acceptance = engine.admission.accept(request)
     assert acceptance.num_cached_tokens == 0 and len({ref.block_id for ref in acceptance.blocks}) == 38
     firsts = Collector()
@@ -276,7 +268,7 @@ def test_a_taker_may_have_all_of_a_prompt_that_was_found_cached():
     assert engine.ledger.counts()["leased"] == 38
     assert going_on(firsts[request.key].first)[0].token_id == toy_answer(request, WINDOW)[0][0][0]
     engine.admission.release_lease(request.key)
-    run(engine)
+    run_to_end(engine)
     assert engine.ledger.num_available == 50
 
 
@@ -284,25 +276,25 @@ def test_parts_that_went_back_are_computed_again():
     """Another prompt has taken the room of what a long sequence had left. Its next turn goes on where it ended; a
     taker, an offer and a prompt that ends sooner find less, and the units that are read again take their names."""
     engine = toy_engine(**SOME)
-    request, other = make_request("a", PROMPT, 150), make_request("other", [3, *PROMPT[:-1]], 2)
-    records = run(engine, [request, other])
+    request, other = engine_request("a", PROMPT, 150), engine_request("other", [3, *PROMPT[:-1]], 2)
+    records = run_to_end(engine, [request, other])
     assert records[request.key].ended.report.num_preemptions == 0
-    turn = make_request("turn", [*PROMPT, *records[request.key].tokens[0]], 10)
+    turn = engine_request("turn", [*PROMPT, *records[request.key].tokens[0]], 10)
     assert len(engine.ledger.find(turn.span_hashes, 750)) == 44
     assert engine.ledger.find(turn.span_hashes, 750, whole=True) == []
-    shorter = make_request("b", PROMPT[:320], 2)
+    shorter = engine_request("b", PROMPT[:320], 2)
     assert engine.ledger.find(shorter.span_hashes, 320) == []
-    assert not engine.admission.offer(make_request("o", [1]).key, turn.span_hashes).blocks
-    records = run(engine, [turn, shorter])
+    assert not engine.admission.offer(engine_request("o", [1]).key, turn.span_hashes).blocks
+    records = run_to_end(engine, [turn, shorter])
     assert records[shorter.key].first.num_chunks == 5
     assert [records[each.key].first.num_cached_tokens for each in (turn, shorter)] == [704, 0]
     for each in (turn, shorter):
         assert records[each.key].answer() == toy_answer(each)
     assert len(engine.ledger.find(shorter.span_hashes, 320)) == 16, "these have all their parts"
-    acceptance = engine.admission.offer(make_request("p", [1]).key, shorter.span_hashes)
+    acceptance = engine.admission.offer(engine_request("p", [1]).key, shorter.span_hashes)
     assert len(acceptance.blocks) == 20 and engine.ledger.parts.num_used == 20
     engine.check_integrity()
-    engine.admission.release_lease(make_request("p", [1]).key)
+    engine.admission.release_lease(engine_request("p", [1]).key)
     assert engine.ledger.num_available == 48
 
 

@@ -18,7 +18,7 @@ from baton.engine.execute.launcher import GpuLauncher
 from baton.engine.speculation.proposers.draft_model import DraftModel
 from baton.engine.speculation.proposers.proposer import Draftee, DraftRequest
 from tests.engine.execute.test_graphs import compute_again
-from tests.support.engine.toys import make_request
+from tests.support.engine.toy_engine import engine_request
 from tests.support.model_folders.families import make_few_heads, random_ids
 
 pytestmark = [
@@ -54,8 +54,8 @@ def test_passes_in_graphs_propose_what_they_propose_without(tmp_path, monkeypatc
 
     records = [random_ids(3, 1), random_ids(4, 2)]
     requests = [
-        make_request("greedy", records[0], 8),
-        make_request("sampled", records[1], 8, temperature=0.9, seed=3, top_p=0.9),
+        engine_request("greedy", records[0], 8),
+        engine_request("sampled", records[1], 8, temperature=0.9, seed=3, top_p=0.9),
     ]
     sides = [[Draftee(request, 0, list(record)) for request, record in zip(requests, records)] for _ in range(2)]
     for draft, draftees in zip((eager, in_graphs), sides):

@@ -8,7 +8,9 @@ import pytest
 from baton.engine import native
 from baton.engine.core.request import Refusal, Speculation
 from baton.engine.execute import multi_step
-from tests.support.engine.toys import Collector, check_handed_over, hand_over, make_request, run
+from tests.support.engine.collector import Collector, run_to_end
+from tests.support.engine.handover import check_handed_over, hand_over
+from tests.support.engine.toy_engine import engine_request
 from tests.support.model_folders.draft_models import load, make_folders, mixed
 
 
@@ -121,7 +123,7 @@ def test_prefix_cache_and_the_next_turn(folders):
     plain, _ = serve(plain_engine, requests)
     check_same(serve(engine, requests)[0], plain, plain)
     turns = [
-        make_request(f"next{index}", [*request.token_ids, *plain[request.key].tokens[0], 1, 2, 3], 30, logprobs=2)
+        engine_request(f"next{index}", [*request.token_ids, *plain[request.key].tokens[0], 1, 2, 3], 30, logprobs=2)
         for index, request in enumerate(requests)
     ]
     again, _ = serve(engine, turns)
@@ -164,13 +166,13 @@ def test_a_migrated_request_goes_on_with_speculation(folders):
         if len(made) > 10:
             token_ids = (*request.token_ids, *made[:8])
             moved.append(
-                replace(make_request(request.key.request_id, token_ids), num_prompt_tokens=len(request.token_ids),
+                replace(engine_request(request.key.request_id, token_ids), num_prompt_tokens=len(request.token_ids),
                         sampling=request.sampling, max_tokens=40, min_tokens=request.min_tokens,
                         stop_token_ids=request.stop_token_ids)
             )  # fmt: skip
     engine = load(target, speculator="draft", draft_model=draft, num_draft_tokens=5)
     records = Collector(first_index=8)
-    run(engine, moved, records)
+    run_to_end(engine, moved, records)
     assert moved
     for request in moved:
         assert records[request.key].tokens[0] == plain[request.key].tokens[0][8:]
@@ -220,14 +222,14 @@ def test_what_proposes_nothing_leaves_calls_of_several_steps(folders, monkeypatc
     """While all proposers rest, steps are as cheap as without them; the tokens are the same."""
     monkeypatch.setattr(multi_step, "BUDGET_NS", 10**15)
     target, draft = folders
-    requests = [make_request(str(n), [n + 3, 7, 9], 200, temperature=1.0, seed=n, named=False) for n in range(3)]
+    requests = [engine_request(str(n), [n + 3, 7, 9], 200, temperature=1.0, seed=n, named=False) for n in range(3)]
     plain = load(target, dtype="fp32")
     engine = load(target, dtype="fp32", speculator=name, **({} if name == "ngram" else {"draft_model": draft}))
     monkeypatch.setattr(type(engine.speculator.controller), "_best_width", lambda *arguments: 0)  # nothing pays
-    expected, records = run(plain, requests), run(engine, requests)
+    expected, records = run_to_end(plain, requests), run_to_end(engine, requests)
     check_same(records, expected, expected)
     assert engine.speculator.controller.step <= engine.step_number
     calls, by_call = engine._multi_step._run, []
     monkeypatch.setattr(engine._multi_step, "_run", lambda *each: by_call.append(calls(*each)) or by_call[-1])
-    run(engine, [make_request("again", [3, 7, 9], 200, named=False)])
+    run_to_end(engine, [engine_request("again", [3, 7, 9], 200, named=False)])
     assert sum(by_call) > 150 and max(by_call) >= 4, "200 tokens, most of them several at a time"

@@ -5,7 +5,7 @@ import torch
 from transformers import LlamaForCausalLM
 
 from baton.engine.core.request import PrefillDone, TokenRun
-from tests.support.engine.toys import make_request
+from tests.support.engine.toy_engine import engine_request
 from tests.support.model_folders.draft_models import VOCAB, load, make_folders
 
 PROMPT = [5, 17, 40]
@@ -75,7 +75,7 @@ def sample(folders, options: dict, num_samples: int, first_seed: int) -> tuple[t
     counts = torch.zeros(VOCAB**3, dtype=torch.int64)
     for seed in range(-(-num_samples // CHOICES)):
         made = {}
-        engine.submit(make_request(f"s{seed}", PROMPT, 4, n=CHOICES, seed=first_seed + seed, **options))
+        engine.submit(engine_request(f"s{seed}", PROMPT, 4, n=CHOICES, seed=first_seed + seed, **options))
         while engine.has_work():
             for output in engine.step():
                 if isinstance(output, PrefillDone):

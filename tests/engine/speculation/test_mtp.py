@@ -13,7 +13,9 @@ from baton.engine.core.config import EngineConfig
 from baton.engine.core.model_errors import ModelError
 from baton.engine.engine import Engine
 from baton.quantization.quantize import plan, quantize
-from tests.support.engine.toys import check_handed_over, hand_over, make_request, run
+from tests.support.engine.collector import run_to_end
+from tests.support.engine.handover import check_handed_over, hand_over
+from tests.support.engine.toy_engine import engine_request
 from tests.support.model_folders import quantized_folders
 from tests.support.model_folders.families import make_folder, random_ids
 
@@ -73,9 +75,9 @@ def load(folder: Path, **options) -> Engine:
 def requests() -> list:
     few = tuple((token_id, 25.0) for token_id in range(3, 6))
     return [
-        make_request("greedy", random_ids(70, 2), 60, logprobs=2),
-        make_request("sampled", random_ids(31, 5), 40, seed=7, **SAMPLED),
-        make_request("few", random_ids(40, 6), 60, logit_bias=few, logprobs=0),
+        engine_request("greedy", random_ids(70, 2), 60, logprobs=2),
+        engine_request("sampled", random_ids(31, 5), 40, seed=7, **SAMPLED),
+        engine_request("few", random_ids(40, 6), 60, logit_bias=few, logprobs=0),
     ]
 
 
@@ -86,9 +88,9 @@ def check(records, plain) -> None:
 
 
 def test_answers_are_those_of_plain_decoding(made):
-    plain = run(load(made[0]), requests())
+    plain = run_to_end(load(made[0]), requests())
     engine = load(made[0], speculator="mtp", num_draft_tokens=3)
-    check(run(engine, requests()), plain)
+    check(run_to_end(engine, requests()), plain)
     counts = engine.speculator.counts["mtp"]
     assert counts.num_drafts > 20 and counts.accepted[0] > 0
     firsts, rest = hand_over(load(made[0]), load(made[0], speculator="mtp", num_draft_tokens=3), requests())
@@ -100,7 +102,7 @@ def test_a_rounded_model_keeps_the_layer_as_it_is(made, tmp_path):
     folder = tmp_path / "rounded"
     quantize(plan(made[0], "int8"), folder)
     engine = load(folder, speculator="mtp", num_draft_tokens=3)
-    check(run(engine, requests()), run(load(folder), requests()))
+    check(run_to_end(engine, requests()), run_to_end(load(folder), requests()))
     assert engine.speculator.counts["mtp"].num_drafts > 20
 
 
@@ -110,7 +112,7 @@ def test_an_fp8_folder_as_it_is_published(tmp_path, name, listed):
     make_predicting(tmp_path, name)
     quantized_folders.write_fp8(tmp_path, spread="row", modules_to_not_convert=listed)
     engine = load(tmp_path, speculator="mtp", num_draft_tokens=2)
-    run(engine, requests()[:1])
+    run_to_end(engine, requests()[:1])
     assert engine.speculator.counts["mtp"].num_drafts > 0
 
 
@@ -120,7 +122,7 @@ def test_a_full_slot_moves_down(made, monkeypatch):
     predictor, moved = engine.speculator.proposers["mtp"], []
     move = predictor._move_down
     predictor._move_down = lambda context: (moved.append(context.num_rows), move(context))
-    check(run(engine, requests()), run(load(made[0]), requests()))
+    check(run_to_end(engine, requests()), run_to_end(load(made[0]), requests()))
     assert moved and min(moved) > 8
 
 
@@ -136,8 +138,8 @@ def test_guesses_are_those_of_the_layer(made):
         return drafts
 
     predictor.propose = watched
-    request = make_request("a", random_ids(30, 2), 40)
-    token_ids = [*request.token_ids, *run(engine, [request])[request.key].tokens[0]]
+    request = engine_request("a", random_ids(30, 2), 40)
+    token_ids = [*request.token_ids, *run_to_end(engine, [request])[request.key].tokens[0]]
     begin = len(request.token_ids)
     expected = guesses(reference, project, norms, token_ids, begin)
     assert len(seen) > 20
@@ -175,9 +177,12 @@ def guesses(reference, project, norms, token_ids: list[int], begin: int):
 @pytest.mark.parametrize("name", KINDS)
 def test_what_follows_from_a_token_is_always_right(tmp_path, name):
     make_predicting(tmp_path, name, silent=True)
-    request = make_request("a", random_ids(9, 3), 60)
+    request = engine_request("a", random_ids(9, 3), 60)
     engine = load(tmp_path, speculator="mtp", num_draft_tokens=4)
-    assert run(engine, [request])[request.key].answer() == run(load(tmp_path), [request])[request.key].answer()
+    assert (
+        run_to_end(engine, [request])[request.key].answer()
+        == run_to_end(load(tmp_path), [request])[request.key].answer()
+    )
     counts = engine.speculator.counts["mtp"]
     assert sum(counts.accepted) == sum(counts.proposed) > 30
 

@@ -7,12 +7,12 @@ import pytest
 from baton.engine.speculation.proposers import ngram
 from baton.engine.speculation.proposers.ngram import MAX_MATCH, MIN_MATCH, NgramProposer
 from baton.engine.speculation.proposers.proposer import Draftee, DraftRequest
-from tests.support.engine.toys import make_request
+from tests.support.engine.toy_engine import engine_request
 
 
 def proposer_and_draftee(token_ids):
     proposer = NgramProposer(4, 4096)
-    draftee = Draftee(make_request("a", token_ids or [0]), 0, token_ids)
+    draftee = Draftee(engine_request("a", token_ids or [0]), 0, token_ids)
     proposer.open(draftee)
     return proposer, draftee
 

@@ -16,9 +16,10 @@ from baton.engine.speculation.control.tracks import Track
 from baton.engine.speculation.proposers.draft_model import CHUNK_TOKENS, LAG_TOKENS, WINDOW_TOKENS
 from baton.engine.speculation.proposers.proposer import Draftee, DraftRequest
 from baton.engine.start_line import start_line
+from tests.support.engine.collector import Collector, run_to_end
 from tests.support.engine.forced import ForcedProposer, answers_of
-from tests.support.engine.toys import VOCAB as TOY_VOCAB
-from tests.support.engine.toys import Collector, make_request, run, toy_answer, toy_engine
+from tests.support.engine.toy_engine import VOCAB as TOY_VOCAB
+from tests.support.engine.toy_engine import engine_request, toy_answer, toy_engine
 from tests.support.model_folders.draft_models import VOCAB, load, make_folders, mixed
 
 
@@ -58,11 +59,11 @@ def hidden_of(engine, token_ids) -> torch.Tensor:
 
 def test_hidden_rows_are_those_of_their_positions(folders):
     prompts = [[(7 * index + j * j) % VOCAB for j in range(20 + 9 * index)] for index in range(5)]
-    requests = [make_request(f"r{index}", tokens, 40, n=1 + index % 2) for index, tokens in enumerate(prompts)]
-    plain = run(load(folders[0]), requests)
+    requests = [engine_request(f"r{index}", tokens, 40, n=1 + index % 2) for index, tokens in enumerate(prompts)]
+    plain = run_to_end(load(folders[0]), requests)
     proposer = Watching(answers_of(plain), 0.7, VOCAB)
     engine = load(folders[0], proposers=[proposer], speculator="auto", num_draft_tokens=4)
-    records = run(engine, requests)
+    records = run_to_end(engine, requests)
     engine.step()
     assert not proposer.live and not engine.speculator.wants_hidden
     for request in requests:
@@ -79,8 +80,8 @@ def test_hidden_rows_are_those_of_their_positions(folders):
 
 def test_nothing_is_kept_for_a_proposer_whose_try_is_over(folders):
     """One that follows hidden states would make each step of its rest a call of its own."""
-    requests = [make_request(f"r{index}", [1 + index, 2, 3], 400, named=False) for index in range(3)]
-    plain = run(load(folders[0]), requests)
+    requests = [engine_request(f"r{index}", [1 + index, 2, 3], 400, named=False) for index in range(3)]
+    plain = run_to_end(load(folders[0]), requests)
     proposer = Watching(answers_of(plain), 0.0, VOCAB)
     engine = load(folders[0], proposers=[proposer], speculator="auto")
     controller, num_kept = engine.speculator.controller, 0  # steps running
@@ -96,12 +97,12 @@ def test_nothing_is_kept_for_a_proposer_whose_try_is_over(folders):
 
 @pytest.mark.parametrize(("probability", "is_left"), [(0.0, True), (0.5, True), (0.9, False)])
 def test_a_proposer_that_is_clearly_worse_leaves_a_sequence_to_the_one_behind_it(probability, is_left):
-    request = make_request("a", [5 + index % 50 for index in range(40)], 300)
+    request = engine_request("a", [5 + index % 50 for index in range(40)], 300)
     answers = {("a", 0): toy_answer(request)[0][0]}
     first, behind = (ForcedProposer(answers, chance, TOY_VOCAB) for chance in (probability, 1.0))
     behind.name = "behind"
     engine = toy_engine(first, behind, speculator="auto", num_draft_tokens=2)
-    assert run(engine, [request])[request.key].answer() == toy_answer(request)
+    assert run_to_end(engine, [request])[request.key].answer() == toy_answer(request)
     drafts = {name: count.num_drafts for name, count in engine.speculator.counts.items()}
     assert drafts["forced"] < 20 < drafts["behind"] if is_left else not drafts["behind"], drafts
 
@@ -111,10 +112,12 @@ def test_a_request_may_name_a_proposer_or_none(folders):
     engine = load(target, speculator="auto", draft_model=draft, num_draft_tokens=3)
     assert list(engine.speculator.proposers) == ["ngram", "draft"]
     tokens = [1, 2, 3, 4, 5, 6, 7, 8] * 6
-    asked = {name: make_request(name, tokens, 20, speculation=Speculation(name)) for name in ("off", "draft", "eagle")}
-    asked["none"] = make_request("none", tokens, 20, speculation=Speculation(num_tokens=0))
-    asked["wide"] = make_request("wide", tokens, 20, speculation=Speculation("draft", 7))
-    records = run(engine, list(asked.values()))
+    asked = {
+        name: engine_request(name, tokens, 20, speculation=Speculation(name)) for name in ("off", "draft", "eagle")
+    }
+    asked["none"] = engine_request("none", tokens, 20, speculation=Speculation(num_tokens=0))
+    asked["wide"] = engine_request("wide", tokens, 20, speculation=Speculation("draft", 7))
+    records = run_to_end(engine, list(asked.values()))
     reports = {name: records[request.key].ended.report for name, request in asked.items()}
     assert len({tuple(record.tokens[0]) for record in records.values()}) == 1
     assert all(reports[name].num_drafts == 0 for name in ("off", "none", "eagle"))  # eagle is not run here
@@ -135,7 +138,7 @@ def test_a_draft_reads_a_long_prompt_chunk_by_chunk(folders):
     engine = load(target, speculator="draft", draft_model=draft, num_draft_tokens=4)
     proposer = engine.speculator.proposers["draft"]
     chance = random.Random(0)
-    draftee = Draftee(make_request("a", [1] * 300, 9), 0, [chance.randrange(VOCAB) for _ in range(300)])
+    draftee = Draftee(engine_request("a", [1] * 300, 9), 0, [chance.randrange(VOCAB) for _ in range(300)])
     proposer.open(draftee)
     assert draftee.state.begin == 300 - min(WINDOW_TOKENS, 512 // 2)
     assert proposer.propose([DraftRequest(draftee, 4)]) == [[]]
@@ -153,7 +156,7 @@ def test_a_draft_reads_a_long_prompt_chunk_by_chunk(folders):
 
 
 def test_guesses_that_were_not_verified_are_judged_by_what_came():
-    draftee = Draftee(make_request("a", [1, 2, 3], 9), 0, [1, 2, 3, 4, 5, 6])
+    draftee = Draftee(engine_request("a", [1, 2, 3], 9), 0, [1, 2, 3, 4, 5, 6])
     track = Track(AcceptanceRate(), draftee, unverified=[4, 5, 9, 9], unverified_at=3)
     assert track.judge() == (3, 2)  # the fourth has not come
     assert not track.unverified
@@ -164,11 +167,11 @@ def test_a_draft_without_room_proposes_nothing(folders):
     target, draft = folders
     requests = mixed(20, max_tokens=30, seed=9)
     plain, records = Collector(), Collector()
-    run(load(target), requests, plain)
+    run_to_end(load(target), requests, plain)
     engine = load(target, speculator="draft", draft_model=draft, num_draft_tokens=4)
     proposer = engine.speculator.proposers["draft"]
     del proposer._free[6:]
-    run(engine, requests, records)
+    run_to_end(engine, requests, records)
     engine.step()
     assert len(proposer._free) == 6
     assert all(records[key].answer() == plain[key].answer() for key in plain)

@@ -9,12 +9,12 @@ from baton.engine.speculation.proposers import ngram, suffix
 from baton.engine.speculation.proposers.ngram import MAX_MATCH, MIN_MATCH
 from baton.engine.speculation.proposers.proposer import Draftee, DraftRequest
 from baton.engine.speculation.proposers.suffix import REOPENED_TOKENS, EarlierAnswers, SuffixProposer
-from tests.support.engine.toys import make_request
+from tests.support.engine.toy_engine import engine_request
 
 
 def opened(proposer: SuffixProposer, token_ids: list[int], tenant: bytes = b"") -> Draftee:
     """A sequence whose record is `token_ids`, all of them a prompt so far."""
-    draftee = Draftee(replace(make_request("a", list(token_ids)), tenant_mark=tenant), 0, token_ids)
+    draftee = Draftee(replace(engine_request("a", list(token_ids)), tenant_mark=tenant), 0, token_ids)
     proposer.open(draftee)
     return draftee
 

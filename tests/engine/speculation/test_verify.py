@@ -8,8 +8,9 @@ import pytest
 from baton.engine.core.request import FinishReason, Refusal, Speculation
 from baton.engine.speculation.control.controller import NUM_COLD_STEPS, PLAIN_RUN
 from tests.engine.schedule.test_scheduling import check, prompt
+from tests.support.engine.collector import Collector, run_to_end
 from tests.support.engine.forced import ForcedProposer
-from tests.support.engine.toys import VOCAB, Collector, make_request, run, toy_answer, toy_engine
+from tests.support.engine.toy_engine import VOCAB, engine_request, toy_answer, toy_engine
 
 
 def forced(requests, probability: float) -> ForcedProposer:
@@ -26,17 +27,17 @@ def forced(requests, probability: float) -> ForcedProposer:
 @pytest.mark.parametrize("width", [1, 3, 16])
 def test_tokens_are_those_of_plain_decoding(block_size, probability, width):
     requests = [
-        make_request("greedy", prompt(63), 70),
-        make_request("sampled", prompt(30, 2), 70, temperature=1.0, seed=5),
-        make_request("filtered", prompt(64, 3), 70, temperature=0.8, top_k=20, top_p=0.9, seed=6),
-        make_request("choices", prompt(100, 4), 50, n=3, temperature=1.2, seed=7),
-        make_request("plain", prompt(40, 5), 50, speculation=Speculation("off")),
-        make_request("narrow", prompt(20, 6), 50, speculation=Speculation(num_tokens=2)),
+        engine_request("greedy", prompt(63), 70),
+        engine_request("sampled", prompt(30, 2), 70, temperature=1.0, seed=5),
+        engine_request("filtered", prompt(64, 3), 70, temperature=0.8, top_k=20, top_p=0.9, seed=6),
+        engine_request("choices", prompt(100, 4), 50, n=3, temperature=1.2, seed=7),
+        engine_request("plain", prompt(40, 5), 50, speculation=Speculation("off")),
+        engine_request("narrow", prompt(20, 6), 50, speculation=Speculation(num_tokens=2)),
     ]
     proposer = forced(requests, probability)
     options = dict(block_size=block_size, num_blocks=4096 // block_size, max_num_seqs=8, num_draft_tokens=width)
     engine = toy_engine(proposer, speculator="auto", max_num_batched_tokens=256, **options)
-    records = run(engine, requests)
+    records = run_to_end(engine, requests)
     check(records, requests)
     report = records[requests[0].key].ended.report
     assert report.num_draft_tokens >= report.num_accepted_tokens
@@ -59,11 +60,11 @@ def test_tokens_are_those_of_plain_decoding(block_size, probability, width):
 
 @pytest.mark.parametrize("position", [1, 4, 5, 8, 9])
 def test_a_stop_inside_an_accepted_run_cuts_it(position):
-    plain = make_request("a", prompt(40), 30)
+    plain = engine_request("a", prompt(40), 30)
     tokens = toy_answer(plain)[0][0]
-    stopped = make_request("a", prompt(40), 30, stop_token_ids=frozenset([tokens[position]]))
+    stopped = engine_request("a", prompt(40), 30, stop_token_ids=frozenset([tokens[position]]))
     engine = toy_engine(forced([plain], 1.0), speculator="auto", num_draft_tokens=4)
-    records = run(engine, [stopped])
+    records = run_to_end(engine, [stopped])
     check(records, [stopped])
     first = tokens.index(tokens[position])
     assert records[stopped.key].answer()[0] == (tokens[: first + 1], FinishReason.STOP)
@@ -72,25 +73,25 @@ def test_a_stop_inside_an_accepted_run_cuts_it(position):
 
 
 def test_min_tokens_and_max_tokens_inside_a_run():
-    plain = make_request("a", prompt(40), 40)
+    plain = engine_request("a", prompt(40), 40)
     tokens = toy_answer(plain)[0][0]
     stop = frozenset(tokens[2:4])
     for min_tokens in (0, 3, 6, 17):
-        request = make_request("a", prompt(40), 20, stop_token_ids=stop, min_tokens=min_tokens)
+        request = engine_request("a", prompt(40), 20, stop_token_ids=stop, min_tokens=min_tokens)
         engine = toy_engine(forced([request], 1.0), speculator="auto", num_draft_tokens=7)
-        check(run(engine, [request]), [request])
+        check(run_to_end(engine, [request]), [request])
     for max_tokens in range(1, 12):
-        request = make_request("a", prompt(40), max_tokens)
+        request = engine_request("a", prompt(40), max_tokens)
         engine = toy_engine(forced([plain], 1.0), speculator="auto", num_draft_tokens=4)
-        records = run(engine, [request])
+        records = run_to_end(engine, [request])
         check(records, [request])
         assert len(records[request.key].tokens[0]) == max_tokens
 
 
 def test_a_run_goes_to_the_last_position():
-    request = make_request("a", prompt(75), max_tokens=5)
+    request = engine_request("a", prompt(75), max_tokens=5)
     engine = toy_engine(forced([request], 1.0), speculator="auto", num_draft_tokens=16, num_blocks=5, max_model_len=80)
-    records = run(engine, [request])
+    records = run_to_end(engine, [request])
     assert records[request.key].answer() == toy_answer(request)
 
 
@@ -98,12 +99,12 @@ def test_a_run_goes_to_the_last_position():
 @pytest.mark.parametrize("states", [{}, dict(num_states=8, checkpoint_tokens=64)])
 def test_what_was_accepted_is_sealed_and_what_was_not_is_not(probability, states):
     """Where a state is kept no step goes past its place: it would stand elsewhere."""
-    request = make_request("a", prompt(100), 60)
+    request = engine_request("a", prompt(100), 60)
     engine = toy_engine(forced([request], probability), speculator="auto", num_draft_tokens=5, **states)
-    answer = run(engine, [request])[request.key].answer()[0][0]
+    answer = run_to_end(engine, [request])[request.key].answer()[0][0]
     engine.speculator.proposers.clear()
-    following = make_request("b", [*request.token_ids, *answer, 5, 6, 7])
-    records = run(engine, [following])
+    following = engine_request("b", [*request.token_ids, *answer, 5, 6, 7])
+    records = run_to_end(engine, [following])
     assert records[following.key].first.num_cached_tokens == 128
     check(records, [following])
 
@@ -131,7 +132,7 @@ def test_random_load_on_a_small_pool_with_cancels(seed):
     for index in range(12):
         tokens = shared[: chance.choice([0, 64, 100, 140])] + prompt(chance.randint(1, 120), seed + index)
         requests.append(
-            make_request(
+            engine_request(
                 f"r{index}",
                 tokens,
                 max_tokens=chance.randint(1, 140),
@@ -170,7 +171,7 @@ def test_random_load_on_a_small_pool_with_cancels(seed):
         if chance.random() < 0.2:
             engine.cancel(request.key)
             cancelled.add(request.key)
-    run(engine, collector=records)
+    run_to_end(engine, collector=records)
     check(records, [request for request in requests if request.key not in cancelled])
     assert engine.load_report().num_accepted_tokens > 0
     engine.step()
@@ -185,7 +186,7 @@ def test_the_speedup_is_that_of_the_clock(monkeypatch):
     clock.monotonic = lambda: clock.now
     for module in ("engine", "execute.output_processor", "schedule.sequence"):
         monkeypatch.setattr(f"baton.engine.{module}.time", clock)
-    request = make_request("a", prompt(40), 400)
+    request = engine_request("a", prompt(40), 400)
     proposer = forced([request], 1.0)
     engine = toy_engine(proposer, speculator="auto", num_draft_tokens=4)
     engine.speculator._clock = clock.monotonic
@@ -200,7 +201,7 @@ def test_the_speedup_is_that_of_the_clock(monkeypatch):
         return propose(asks)
 
     engine.runner.run, proposer.propose = stepping, proposing
-    report = run(engine, [request])[request.key].ended.report
+    report = run_to_end(engine, [request])[request.key].ended.report
     num_plain = report.num_steps - report.num_drafts
     assert 1 <= num_plain <= 2 * (NUM_COLD_STEPS + PLAIN_RUN) and report.num_accepted_tokens > 300
     num_tokens = report.num_steps + report.num_accepted_tokens
@@ -212,7 +213,7 @@ def test_the_speedup_is_that_of_the_clock(monkeypatch):
 def test_a_request_that_wants_no_proposals_makes_those_of_others_no_dearer(wish):
     """What brings nothing is tried out of the allowance beside it too: a plain step takes 1 s, a draft 0.25 s."""
     clock = SimpleNamespace(now=0.0)
-    requests = [make_request("plain", prompt(40), 400, speculation=wish), make_request("free", prompt(40, 2), 400)]
+    requests = [engine_request("plain", prompt(40), 400, speculation=wish), engine_request("free", prompt(40, 2), 400)]
     proposer = forced(requests, 0.0)
     engine = toy_engine(proposer, speculator="auto")
     engine.speculator._clock = lambda: clock.now
@@ -227,12 +228,12 @@ def test_a_request_that_wants_no_proposals_makes_those_of_others_no_dearer(wish)
         return propose(asks)
 
     engine.runner.run, proposer.propose = stepping, proposing
-    check(run(engine, requests), requests)
+    check(run_to_end(engine, requests), requests)
     assert 0 < engine.speculator.counts["forced"].num_drafts < 50
 
 
 def test_a_step_that_fails_leaves_nothing_open():
-    request = make_request("a", prompt(40), 30)
+    request = engine_request("a", prompt(40), 30)
     proposer = forced([request], 1.0)
     engine = toy_engine(proposer, speculator="auto", num_draft_tokens=4)
     engine.submit(request)

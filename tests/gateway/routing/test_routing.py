@@ -25,7 +25,7 @@ from gateway.routing.routing import (
     compatible,
     shortlist,
 )
-from tests.support.engine.toys import make_request, toy_engine
+from tests.support.engine.toy_engine import engine_request, toy_engine
 
 WORDS = frozenset(["class", "form bf16"])
 BASE = Candidate("", 0, 0, 0, WorkerLimits(4096), WORDS, WORDS, frozenset(["tcp"]), "host", kv_layout=b"blocks of 32")
@@ -276,7 +276,7 @@ def test_what_is_held_is_what_an_engine_takes(limits, num_tokens, max_tokens, nu
         block_size=block_size, num_blocks=limits.num_blocks, max_model_len=max_model_len, max_num_seqs=8
     )
     ask = RoutingRequest(num_tokens, num_tokens + max_tokens, num_choices=num_choices)
-    request = make_request("a", [1] * num_tokens, max_tokens, n=num_choices)
+    request = engine_request("a", [1] * num_tokens, max_tokens, n=num_choices)
     for verb, can_hold in ((engine.admission.admit, can_decode), (engine.admission.accept, can_prefill)):
         try:
             verb(request)

@@ -26,7 +26,8 @@ from baton.engine.core.request import (
 )
 from baton.engine.engine import Engine
 from kvtransfer.naming import SPAN_TOKENS, chain_hashes
-from tests.support.engine.toys import ROOT, going_on
+from tests.support.engine.handover import going_on
+from tests.support.engine.toy_engine import ROOT
 from tests.support.fuzz.carrier import Lease
 
 MAX_REFUSALS = 1000  # then it is refused, as a gateway would

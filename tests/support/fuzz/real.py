@@ -9,7 +9,7 @@ from baton.engine.core.config import EngineConfig
 from baton.engine.core.request import Key, Request
 from baton.engine.engine import Engine
 from kvtransfer.memory.region import Region
-from tests.support.engine.toys import Collector
+from tests.support.engine.collector import Collector
 from tests.support.fuzz.shrink import Plan
 from tests.support.fuzz.toy import request_of
 from tests.support.fuzz.wires import Wires

@@ -10,7 +10,8 @@ from baton.engine.sampling.penalties import changes
 from baton.engine.sampling.sampler import Sampled, Sampler, sample_row
 from baton.engine.speculation.proposers.ngram import NgramProposer
 from tests.support.engine.forced import ForcedProposer
-from tests.support.engine.toys import VOCAB, LateLauncher, make_request, toy_engine, toy_logits
+from tests.support.engine.late_launcher import LateLauncher
+from tests.support.engine.toy_engine import VOCAB, engine_request, toy_engine, toy_logits
 from tests.support.fuzz.shrink import Plan
 from tests.support.fuzz.world import Answers, Whole
 
@@ -74,7 +75,7 @@ def request_of(plan: Plan, wish: Plan, vocab_size: int) -> Request:
         options["tenant_mark"] = wish["tenant"].encode()
     options |= {name: wish[name] for name in ("logprobs", "priority") if name in wish}
     seed = int(wish["id"][1:])
-    return make_request(
+    return engine_request(
         wish["id"], shared + own, max(1, wish["max_tokens"]), n=max(1, wish["n"]), seed=seed, named=bool(wish["named"]),
         **options,
     )  # fmt: skip

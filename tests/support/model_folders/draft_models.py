@@ -8,7 +8,7 @@ import torch
 from baton.engine.core.config import EngineConfig
 from baton.engine.core.request import Request
 from baton.engine.engine import Engine
-from tests.support.engine.toys import make_request
+from tests.support.engine.toy_engine import engine_request
 from tests.support.model_folders.families import tiny
 
 VOCAB = 64
@@ -57,6 +57,6 @@ def mixed(count: int, max_tokens: int = 24, seed: int = 0, **more) -> list[Reque
         if chance.random() < 0.3:
             options["stop_token_ids"] = frozenset(chance.sample(range(VOCAB), 2))
             options["min_tokens"] = chance.choice([0, 3, 9])
-        request = make_request(f"r{seed}-{index}", tokens, chance.randint(1, max_tokens), **(options | more))
+        request = engine_request(f"r{seed}-{index}", tokens, chance.randint(1, max_tokens), **(options | more))
         requests.append(request)
     return requests

@@ -189,7 +189,7 @@ def _heads() -> None:
     import tempfile
 
     from tests.support.bare import load_engine
-    from tests.support.engine.toys import make_request
+    from tests.support.engine.toy_engine import engine_request
     from tests.support.model_folders.learned_model import make_heads, make_learned_model
 
     with tempfile.TemporaryDirectory() as folder:
@@ -199,7 +199,7 @@ def _heads() -> None:
             engine = load_engine(
                 model, num_blocks=32, dtype=dtype, speculator="medusa", draft_model=heads, num_draft_tokens=2
             )
-            engine.submit(make_request("greedy", [3, 7, 9], 8, named=False))
+            engine.submit(engine_request("greedy", [3, 7, 9], 8, named=False))
             for _ in range(4):
                 engine.step()
 
@@ -208,7 +208,7 @@ def _adapters() -> None:
     import tempfile
 
     from tests.support.bare import load_engine
-    from tests.support.engine.toys import make_request
+    from tests.support.engine.toy_engine import engine_request
     from tests.support.model_folders.families import make_adapter, make_folder
 
     with tempfile.TemporaryDirectory() as folder:
@@ -217,7 +217,7 @@ def _adapters() -> None:
         for dtype in ("fp32", "bf16"):
             engine = load_engine(base, num_blocks=32, dtype=dtype, adapter=(f"a={adapter}",))
             for name, identity in (("adapted", engine.adapters.listed()["a"]), ("plain", b"")):
-                request = make_request(name, [3, 7, 9], 4, named=False, adapter=identity, logprobs=0)
+                request = engine_request(name, [3, 7, 9], 4, named=False, adapter=identity, logprobs=0)
                 engine.submit(request)  # logprobs: step by step
             for _ in range(3):
                 engine.step()

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from baton.worker.kv import intake
-from tests.support.engine.toys import make_request, toy_engine
+from tests.support.engine.toy_engine import engine_request, toy_engine
 
 NUM_TOKENS = 192
 
@@ -24,7 +24,7 @@ class WholeFetcher:
 async def test_final_is_what_the_engine_does_not_compute_again(block_size, num_states, num_final, monkeypatch):
     """It does what is a part of a block, and all of it where the state stands inside of one."""
     engine, said = toy_engine(block_size=block_size, num_blocks=16, num_states=num_states), []
-    request = make_request("a", [5 + index % 80 for index in range(NUM_TOKENS + 70)])
+    request = engine_request("a", [5 + index % 80 for index in range(NUM_TOKENS + 70)])
     prompt = SimpleNamespace(num_tokens=NUM_TOKENS, span_hashes=request.span_hashes[:3])
     handle = SimpleNamespace(prompt=prompt, source_instance=b"")
     monkeypatch.setattr(intake, "decode_handle", lambda data: handle)
@@ -42,7 +42,7 @@ async def test_final_is_what_the_engine_does_not_compute_again(block_size, num_s
 def test_an_engine_is_asked_once_for_each_block_of_a_long_prompt(monkeypatch):
     """Its ledger is locked meanwhile. A range has four blocks, however many came before; the last is compared again."""
     engine, given = toy_engine(num_blocks=64, max_model_len=1024), []
-    request = make_request("a", [5 + index % 80 for index in range(1000)])
+    request = engine_request("a", [5 + index % 80 for index in range(1000)])
     engine.admission.admit(request)
     refs = engine.ledger.refs
     monkeypatch.setattr(engine.ledger, "refs", lambda block_ids: given.extend(block_ids) or refs(block_ids))

@@ -19,7 +19,9 @@ from baton.worker.wire.messages import request_of
 from kvtransfer.naming import chain_hashes
 from kvtransfer.transfer.fetcher import FetchReport
 from tests.engine.schedule.test_scheduling import prompt
-from tests.support.engine.toys import ROOT, VOCAB, Collector, copy_kv, make_request, toy_answer, toy_engine
+from tests.support.engine.collector import Collector
+from tests.support.engine.handover import copy_kv
+from tests.support.engine.toy_engine import ROOT, VOCAB, engine_request, toy_answer, toy_engine
 from tests.support.worker.doubles import LegMachineHarness, make_spec
 
 NUM_TOKENS = 70
@@ -126,7 +128,7 @@ class ToyHarness(LegMachineHarness):
     def __init__(self):
         super().__init__(engine=toy_engine(num_blocks=128))
         self.records = Collector()
-        self.canary = make_request("canary", prompt(40, 7), 12, temperature=1.0, seed=3)
+        self.canary = engine_request("canary", prompt(40, 7), 12, temperature=1.0, seed=3)
         self.engine.submit(self.canary)
 
     def steps(self, count: int) -> None:

@@ -18,7 +18,7 @@ from baton.v1 import worker_pb2 as pb
 from baton.worker.legs.states import LegEvent, LegState
 from baton.worker.wire.end_status import Status
 from kvtransfer.transfer.leases import LeaseEnding
-from tests.support.engine.toys import toy_engine
+from tests.support.engine.toy_engine import toy_engine
 from tests.support.worker.doubles import LegMachineHarness, OutboxDouble, make_spec
 from tests.support.worker.key_paths import DONE, KEY, OTHER, PATHS, attach, bring_to, make_happen, run
 

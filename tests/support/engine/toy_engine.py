@@ -1,0 +1,169 @@
+"""An engine over a toy model that shows any block mixed up: its KV is the tokens themselves.
+
+K of a token is (token id, position); the next token's logits are a hash of all tokens as they are read back from
+the pool. A block that was shared, copied, evicted or fetched wrongly changes the answer, and a position out of place
+raises.
+"""
+
+from collections.abc import Sequence
+from functools import lru_cache
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+
+from baton.engine.core.batch import SeqSlice
+from baton.engine.core.config import EngineConfig
+from baton.engine.core.request import FinishReason, Key, Request
+from baton.engine.engine import Engine
+from baton.engine.kv.block_pages import num_block_ids
+from baton.engine.kv.pool import KVPool
+from baton.engine.sampling.sampler import Sampler, SampleRow
+from baton.sampling_params import SamplingParams
+from kvtransfer.layout import STATE, KVGroup, KVLayout
+from kvtransfer.naming import SpanHash, chain_hashes
+
+VOCAB = 97
+PRIME = 1_000_003
+ROOT = SpanHash(b"root" * 8)
+
+
+def toy_logits(token_ids: Sequence[int]) -> torch.Tensor:
+    """Logits [VOCAB] after these tokens: pure."""
+    state = len(token_ids)
+    for token_id in token_ids:
+        state = (state * 31 + token_id + 7) % PRIME
+    return _logits_of(state)
+
+
+@lru_cache(1 << 14)
+def _logits_of(state: int) -> torch.Tensor:
+    values = (torch.arange(VOCAB, dtype=torch.int64) * 7919 + 1) * (state + 3) % PRIME
+    return values.float() / PRIME * 6
+
+
+class ToyModel:
+    """The interface of a model, counting its steps; `before_forward` is called with the batch. `windows`: of each
+    layer, the tokens that it sees at most; None: all. Its answer is made of what the last layer sees; the others check
+    what they see."""
+
+    def __init__(self, max_model_len: int, windows: tuple[int | None, ...] = (None,)):
+        self.attention = SimpleNamespace(name="toy", skips_outside=True)
+        self.fused = None
+        kv_window, partial_window = (windows[-1], None) if len(windows) == 1 else (None, windows[0])
+        self.spec = SimpleNamespace(
+            context=max_model_len, vocab_size=VOCAB, windows=windows, kv_window=kv_window, partial_window=partial_window
+        )
+        self.before_forward = lambda batch: None
+        self.batch_sizes: list[tuple[int, int]] = []  # sequences, tokens
+
+    def hidden(self, batch, pool, on_layer=None) -> torch.Tensor:
+        """The logits themselves, in the rows that are wanted."""
+        self.before_forward(batch)
+        self.batch_sizes.append((len(batch.seqs), len(batch.token_ids)))
+        rows = torch.stack([batch.token_ids, batch.positions], 1).float().unsqueeze(1)
+        rows = torch.nn.functional.pad(rows, (0, pool.group.head_dim - 2))
+        assert len(set(batch.slots.tolist())) == len(batch.slots), "two tokens in one slot"
+        for layer in range(pool.group.num_layers):
+            pool.write(layer, batch.slots, rows, rows)
+        if pool.states is not None:
+            for piece in batch.seqs:
+                fold(piece, batch.token_ids, pool)
+        found, wanted = torch.zeros(len(batch.token_ids), VOCAB), batch.logit_rows.tolist()
+        for piece in batch.seqs:
+            k, _ = pool.gather(len(self.spec.windows) - 1, piece.block_ids, piece.kv_len)
+            window = self.spec.windows[-1] or piece.kv_len
+            seen = torch.arange(max(0, piece.kv_len - piece.query_len + 1 - window), piece.kv_len)
+            assert torch.equal(k[0, seen, 1], seen.float()), "a token out of its place"
+            for layer, window_of_layer in enumerate(self.spec.windows[:-1]):
+                first = max(0, piece.kv_len - piece.query_len + 1 - window_of_layer)
+                before = first // pool.block_size
+                own, _ = pool.gather(layer, piece.block_ids[before:], piece.kv_len - before * pool.block_size)
+                assert torch.equal(own[0, first - piece.kv_len :], k[0, first:]), "layers differ"
+            tokens = k[0, :, 0].long().tolist()
+            for row in range(piece.query_start, piece.query_start + piece.query_len):
+                if row in wanted:
+                    num_seen = piece.kv_len - piece.query_len + row - piece.query_start + 1
+                    found[row] = toy_logits(tokens[max(0, num_seen - window) : num_seen])
+        return found
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden
+
+    def normed(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden
+
+
+def fold(piece: SeqSlice, token_ids: torch.Tensor, pool: KVPool) -> None:
+    """Fold a sequence's certain tokens into its state, [tokens folded, their hash], which must be that of all
+    before."""
+    state, kept = pool.states.of(piece.state.state_id)[0], piece.kv_len - piece.state.num_drafts
+    begin = piece.kv_len - piece.query_len - piece.state.num_pending
+    k, _ = pool.gather(0, piece.block_ids, kept)
+    seen = k[0, :, 0].long().tolist()
+    if begin:
+        assert state[:2].tolist() == [begin, _folded(seen[:begin])], (
+            "the state of another sequence, or of another place"
+        )
+    state[0], state[1] = kept, _folded(seen)
+
+
+def _folded(token_ids: Sequence[int]) -> float:
+    """Return a hash that fp32 holds exactly."""
+    found = 1
+    for token_id in token_ids:
+        found = (found * 31 + token_id + 7) % 65_521
+    return float(found)
+
+
+def toy_engine(*proposers, window: int | None = None, windows: tuple[int | None, ...] = (), **options) -> Engine:
+    """Options of EngineConfig; small by default. `num_states`: its one layer keeps a state too. `window`: it sees no
+    further. `windows`: of several layers."""
+    defaults = dict(
+        checkpoint_tokens=128,
+        block_size=16,
+        num_blocks=64,
+        max_num_seqs=4,
+        max_model_len=512,
+        max_num_batched_tokens=128,
+    )
+    config = EngineConfig(model=Path("toy"), dtype="fp32", kv_dtype="fp32", **(defaults | options))
+    windows, size = windows or (window,), 64 if windows else 2  # of several layers each has whole pages of a block
+    groups = [KVGroup("paged", len(windows), 1, size, "fp32", config.block_size)]
+    if config.num_states is not None:
+        groups.append(KVGroup(STATE, 1, 1, 16, "fp32", 1))
+    layout, num_states = KVLayout(tuple(groups)), config.num_states or 0
+    model = ToyModel(config.max_model_len, windows)
+    num_blocks = num_block_ids(config.num_blocks, layout, windows)
+    pool = KVPool(layout, num_blocks, num_states=num_states)
+    return Engine(config, model, pool, b"toy", Sampler(), proposers)
+
+
+def engine_request(name: str, token_ids: Sequence[int], max_tokens: int = 8, attempt: int = 0, **options) -> Request:
+    """Options of Request, those of SamplingParams, and `named=False` to stay out of the prefix cache."""
+    named, num_prompt = options.pop("named", True), options.pop("num_prompt_tokens", len(token_ids))
+    sampling = SamplingParams(**{k: options.pop(k) for k in list(options) if k in SamplingParams.__dataclass_fields__})
+    hashes = tuple(chain_hashes(ROOT, token_ids)) if named else ()
+    parent = (hashes[-1] if hashes else ROOT) if named else bytes(32)
+    names = dict(span_hashes=hashes, chain_parent=parent)
+    return Request(Key(name, attempt), tuple(token_ids), num_prompt, sampling, max_tokens, **names, **options)
+
+
+def toy_answer(request: Request, window: int = 1 << 30) -> dict[int, tuple[list[int], FinishReason]]:
+    """Return the expected answer of every choice, computed without engine, blocks or batches. No penalties."""
+    sampler, answers = Sampler(), {}
+    for choice in range(request.sampling.n):
+        tokens = list(request.token_ids)
+        while True:
+            num_output = len(tokens) - request.num_prompt_tokens
+            banned = request.stop_token_ids if num_output < request.min_tokens else frozenset()
+            row = SampleRow(request.sampling, choice, len(tokens), (), (), banned)
+            tokens.append(sampler.sample(toy_logits(tokens[-window:]).unsqueeze(0), [row])[0].token_id)
+            if tokens[-1] in request.stop_token_ids:
+                reason = FinishReason.STOP
+                break
+            if num_output + 1 >= request.max_tokens:
+                reason = FinishReason.LENGTH
+                break
+        answers[choice] = (tokens[len(request.token_ids) :], reason)
+    return answers
