@@ -27,8 +27,8 @@ from baton.engine.execute.warm_up import warm_steps
 from baton.engine.execute.watermark import LayerEvents
 from baton.engine.parallel.collectives import RankLost
 from baton.engine.sampling.on_device import DeviceSampler
-from tests.engine.execute.test_graphs import compute_again
 from tests.support.engine.collector import run_to_end
+from tests.support.engine.graphs import replay_by_computing
 from tests.support.engine.toy_engine import engine_request, toy_engine
 from tests.support.model_folders.families import make_few_heads, random_ids
 
@@ -52,7 +52,7 @@ class Event:
 def device(monkeypatch):
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(launcher, "chunk_sizes", lambda most: [])  # of 64 rows and more: seconds in the interpreter
-    monkeypatch.setattr(launcher, "CudaCapture", lambda stream: compute_again)
+    monkeypatch.setattr(launcher, "CudaCapture", lambda stream: replay_by_computing)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: SimpleNamespace(synchronize=lambda: None))
 
 

@@ -21,6 +21,7 @@ from baton.engine.execute.inputs import StepInputs, StepShape, StepViews
 from baton.engine.kv.pool import KVPool
 from baton.engine.models.loader import load_model
 from kvtransfer.layout import KVLayout
+from tests.support.engine.graphs import replay_by_computing
 from tests.support.model_folders.families import make_few_heads, random_ids
 
 DEVICE = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
@@ -28,17 +29,6 @@ pytestmark = pytest.mark.skipif(
     bool(kernels.unavailable(DEVICE.type)), reason=kernels.unavailable(DEVICE.type) or "there"
 )
 BLOCK_SIZE, NUM_BLOCKS, CONTEXT = 16, 24, 96
-
-
-def compute_again(run):
-    """`Capture` without graphs: the outputs stay where they are."""
-    outputs = run()
-
-    def replay():
-        for old, new in zip(outputs, run(), strict=True):
-            old.copy_(new)
-
-    return replay, outputs
 
 
 class GraphHarness:
@@ -51,7 +41,7 @@ class GraphHarness:
         self.pools = [KVPool(layout, NUM_BLOCKS, device=DEVICE) for _ in range(2)]
         table = layout.num_blocks(CONTEXT)
         self.inputs = [StepInputs(DEVICE, StepShape(32, 32, 8, table)) for _ in range(2)]
-        capture = CudaCapture() if DEVICE.type == "cuda" else compute_again
+        capture = CudaCapture() if DEVICE.type == "cuda" else replay_by_computing
         with torch.inference_mode():
             self.graphs = StepGraphs(
                 self.model, self.pools[0], self.inputs[0], (1, 4), (1, 3), chunks, CONTEXT, capture

@@ -34,7 +34,8 @@ from baton.training.heads.heads import export_heads, new_heads
 from baton.training.heads.target import FrozenTarget
 from tests.engine.adapters.test_lora import ATTENTION, TARGETS
 from tests.support.engine.collector import run_to_end
-from tests.support.engine.cpu_as_gpu import MEMORY, compute_again, stand_in
+from tests.support.engine.cpu_as_gpu import MEMORY, stand_in
+from tests.support.engine.graphs import replay_by_computing
 from tests.support.engine.toy_engine import engine_request
 from tests.support.model_folders.families import make_adapter, make_few_heads, make_folder, random_ids
 from tests.support.native.ranked import lose_last_rank
@@ -284,7 +285,7 @@ def test_captured_steps_have_their_sums(folder, devices, monkeypatch):
 
     def capture(run):
         before = len(calls)
-        made = compute_again(run)
+        made = replay_by_computing(run)
         captured.append(len(calls) - before)
         return made
 
@@ -300,7 +301,7 @@ def test_what_one_rank_cannot_capture_none_does(folder, devices, monkeypatch):
     alone, tried = Engine.load(config), []
 
     def capture(run):
-        made = compute_again(run)
+        made = replay_by_computing(run)
         tried.append(len(tried))
         if len(tried) == 2:
             raise RuntimeError("operation not permitted when stream is capturing")

@@ -24,8 +24,8 @@ from baton.engine.gpu_ranks.build import unfit
 from baton.engine.models import loader, read_layer
 from baton.engine.models.loader import load_model
 from baton.engine.models.registry import read_spec
-from tests.engine.execute.test_graphs import compute_again
 from tests.support.engine.collector import run_to_end
+from tests.support.engine.graphs import replay_by_computing
 from tests.support.engine.toy_engine import engine_request
 from tests.support.model_folders.families import Hand, make_folder, random_ids
 
@@ -62,7 +62,7 @@ def test_logits_are_the_cpus_and_bits_are_anyones(tmp_path, name, monkeypatch):
 def device(monkeypatch, folded_by_triton):
     event = SimpleNamespace(record=lambda: None, synchronize=lambda: None)
     monkeypatch.setattr(torch.cuda, "Event", lambda: event)
-    monkeypatch.setattr(launcher, "CudaCapture", lambda stream: compute_again)
+    monkeypatch.setattr(launcher, "CudaCapture", lambda stream: replay_by_computing)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: SimpleNamespace(synchronize=lambda: None))
 
 

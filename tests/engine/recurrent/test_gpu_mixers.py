@@ -14,31 +14,23 @@ pytest.importorskip("triton")
 
 from baton.engine import kernels
 from baton.engine.core.batch import SeqTable, state_fields
-from baton.engine.core.state_spec import DeltaNetSpec, Mamba2Spec, MambaSpec
-from tests.engine.recurrent.test_mixers import Steps, make_mixer, whole, without_kernels
+from baton.engine.core.state_spec import DeltaNetSpec, MambaSpec
+from tests.support.engine.mixers import MIXER_SPECS, MixerSteps, each_alone, make_mixer, without_kernels
 
 DEVICE = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
 pytestmark = pytest.mark.skipif(
     bool(kernels.unavailable(DEVICE.type)), reason=kernels.unavailable(DEVICE.type) or "there"
 )
 
-# Small: the interpreter takes a while for each token and head. Sizes that no tile divides are among them.
+# Smaller than those of the native kernels: the interpreter takes a while for each token and head. Sizes that no tile
+# divides are among them.
 SPECS = {
-    "mamba2": Mamba2Spec(num_heads=2, head_dim=8, num_groups=1, state_size=16, taps=4),
-    "groups": Mamba2Spec(
-        num_heads=2,
-        head_dim=12,
-        num_groups=2,
-        state_size=24,
-        taps=3,
-        conv_bias=False,
-        norm_groups=2,
-        step_limit=(0.1, 0.9),
-    ),
-    "norm-first": Mamba2Spec(num_heads=2, head_dim=8, num_groups=1, state_size=16, taps=4, norm_first=True),
-    "no-norm": Mamba2Spec(num_heads=2, head_dim=8, num_groups=2, state_size=16, taps=2, norm_groups=0),
-    "delta-net": DeltaNetSpec(num_heads=2, num_key_heads=1, key_dim=12, value_dim=8, taps=4),
-    "mamba": MambaSpec(num_channels=48, state_size=6, step_rank=8, taps=4),
+    "mamba2": replace(MIXER_SPECS["plain"], num_heads=2, head_dim=8),
+    "groups": replace(MIXER_SPECS["groups"], num_heads=2, head_dim=12, state_size=24),
+    "norm-first": replace(MIXER_SPECS["norm-first"], head_dim=8, state_size=16),
+    "no-norm": replace(MIXER_SPECS["no-norm"], head_dim=8, num_groups=2, state_size=16),
+    "delta-net": replace(MIXER_SPECS["delta-net"], num_heads=2, num_key_heads=1, key_dim=12, value_dim=8),
+    "mamba": replace(MIXER_SPECS["mamba"], state_size=6),
 }
 
 
@@ -60,7 +52,7 @@ def placed(parameters):
 
 
 def alone(mixer, lengths, dtype=torch.float32):
-    return whole(mixer, lengths, dtype, DEVICE)
+    return each_alone(mixer, lengths, dtype, DEVICE)
 
 
 def on_gpu(spec, dtype=torch.float32, exact=True):
@@ -74,7 +66,7 @@ def on_gpu(spec, dtype=torch.float32, exact=True):
     return (GpuDeltaNet if isinstance(spec, DeltaNetSpec) else GpuMamba2)(spec, parameters, *as_is, exact)
 
 
-class GpuSteps(Steps):
+class GpuSteps(MixerSteps):
     """The same in a pool that has room for proposals, if any are made."""
 
     def __init__(self, mixer, lengths, dtype=torch.float32, proposes: bool = False):
@@ -88,7 +80,7 @@ def test_near_torch(name, monkeypatch):
     """Of inputs that float64 says the same of, up to fp32's rounding."""
     ours = [part.cpu() for part in alone(on_gpu(SPECS[name]), [11])]
     without_kernels(monkeypatch)
-    torch.testing.assert_close(ours, whole(make_mixer(SPECS[name], torch.float32), [11]), atol=3e-5, rtol=3e-5)
+    torch.testing.assert_close(ours, each_alone(make_mixer(SPECS[name], torch.float32), [11]), atol=3e-5, rtol=3e-5)
 
 
 @pytest.mark.parametrize("name", some(("mamba2", "delta-net"), ("groups", "norm-first", "no-norm", "mamba")))
@@ -122,7 +114,7 @@ def test_prompts_by_chunks(name, monkeypatch):
     assert torch.equal(folded[1], steps.out[1])
     torch.testing.assert_close(expected, folded, atol=3e-5, rtol=3e-5)
     without_kernels(monkeypatch)
-    near = whole(make_mixer(SPECS[name], torch.float32), lengths)
+    near = each_alone(make_mixer(SPECS[name], torch.float32), lengths)
     torch.testing.assert_close([part.cpu() for part in expected], near, atol=3e-5, rtol=3e-5)
 
 

@@ -17,7 +17,7 @@ from baton.engine.execute import launcher
 from baton.engine.execute.launcher import GpuLauncher
 from baton.engine.speculation.proposers.draft_model import DraftModel
 from baton.engine.speculation.proposers.proposer import Draftee, DraftRequest
-from tests.engine.execute.test_graphs import compute_again
+from tests.support.engine.graphs import replay_by_computing
 from tests.support.engine.toy_engine import engine_request
 from tests.support.model_folders.families import make_few_heads, random_ids
 
@@ -42,7 +42,7 @@ def test_passes_in_graphs_propose_what_they_propose_without(tmp_path, monkeypatc
     """Two sequences, of which one lacks a token and the other two: both read two, in one graph."""
     monkeypatch.setattr(launcher, "chunk_sizes", lambda most: [])
     monkeypatch.setattr(launcher, "widths", lambda *given: [1, 2])  # of more: seconds in the interpreter
-    monkeypatch.setattr(launcher, "CudaCapture", lambda stream: compute_again)
+    monkeypatch.setattr(launcher, "CudaCapture", lambda stream: replay_by_computing)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: SimpleNamespace(synchronize=lambda: None))
     make_few_heads(tmp_path)
     eager, in_graphs = make_draft(tmp_path), make_draft(tmp_path)

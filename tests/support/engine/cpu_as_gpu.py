@@ -15,6 +15,7 @@ from baton.engine.layers.linear.gpu import GpuChoice
 from baton.engine.layers.linear.selection import choose
 from baton.engine.models import loader
 from baton.engine.speculation.proposers import eagle, medusa
+from tests.support.engine.graphs import replay_by_computing
 from tests.support.native import interpreter
 
 MEMORY = 1 << 20  # bytes of each device
@@ -28,17 +29,6 @@ class Event:
 
     def synchronize(self) -> None:
         assert self.recorded
-
-
-def compute_again(run):
-    """Replay by computing into the same outputs."""
-    outputs = run()
-
-    def replay() -> None:
-        for kept, made in zip(outputs, run(), strict=True):
-            kept.copy_(made)
-
-    return replay, outputs
 
 
 def choose_linear(name: str, batch_invariant: bool, dtype: torch.dtype, device: torch.device):
@@ -61,7 +51,7 @@ def stand_in(replace) -> None:
     for name in ("memory_allocated", "max_memory_allocated"):
         replace(torch.cuda, name, lambda device=None: 0)
     replace(Memory, "of", lambda device: Memory(total=MEMORY, free=MEMORY, ours=0))
-    replace(launcher, "CudaCapture", lambda stream: compute_again)
+    replace(launcher, "CudaCapture", lambda stream: replay_by_computing)
     replace(launcher, "chunk_sizes", lambda most: [])  # of 64 rows and more: seconds in the interpreter
     replace(launcher, "warm_steps", lambda *sizes: [])
 

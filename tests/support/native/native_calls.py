@@ -224,11 +224,11 @@ def _adapters() -> None:
 
 
 def _states() -> None:
-    from tests.engine.recurrent.test_mixers import SPECS, Steps, make_mixer
+    from tests.support.engine.mixers import MIXER_SPECS, MixerSteps, make_mixer
 
-    for spec in SPECS.values():
+    for spec in MIXER_SPECS.values():
         for dtype in (torch.float32, torch.bfloat16):
-            steps = Steps(make_mixer(spec, dtype), [9, 4], dtype)
+            steps = MixerSteps(make_mixer(spec, dtype), [9, 4], dtype)
             steps.step([5, 2])
             steps.step([1, 1], drafts=[2, 0], accepted=[1, 0])
 
