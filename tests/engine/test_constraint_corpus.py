@@ -14,10 +14,10 @@ from tokenizers import Tokenizer
 from baton.constraints.constraint import BadConstraint, Constraint
 from baton.constraints.grammar import Vocabulary
 from baton.engine.core.request import FinishReason, Request
-from tests.engine.speculation.test_equality import check_same, serve
 from tests.support.engine.handover import check_handed_over, hand_over
+from tests.support.engine.serving import check_same, serve
 from tests.support.engine.toy_engine import engine_request
-from tests.support.model_folders.draft_models import load
+from tests.support.model_folders.draft_models import load_draftable
 
 MODEL = Path(__file__).resolve().parents[2] / "demo" / "target"
 TOKENIZER = Tokenizer.from_file(str(MODEL / "tokenizer.json"))
@@ -100,7 +100,7 @@ def check_corpus(count: int) -> None:
     schemas = corpus(count)
     assert len(schemas) == count
     requests = asking(schemas)
-    plain, _ = serve(load(MODEL), requests)
+    plain, _ = serve(load_draftable(MODEL), requests)
     num_whole = 0
     for schema, request in zip(schemas, requests, strict=True):
         tokens, reason = plain[request.key].answer()[0]
@@ -109,9 +109,11 @@ def check_corpus(count: int) -> None:
             answer = json.loads(TOKENIZER.decode(tokens))
             jsonschema.Draft202012Validator(schema).validate(answer)
     assert num_whole > 0.7 * count  # the others are cut off, in strings for the most part
-    check_same(serve(load(MODEL, speculator="ngram", num_draft_tokens=5), requests)[0], plain, plain)
-    check_same(serve(load(MODEL, num_blocks=30), requests)[0], plain, plain)
-    firsts, rest = hand_over(load(MODEL), load(MODEL, speculator="ngram", num_draft_tokens=3), requests)
+    check_same(serve(load_draftable(MODEL, speculator="ngram", num_draft_tokens=5), requests)[0], plain, plain)
+    check_same(serve(load_draftable(MODEL, num_blocks=30), requests)[0], plain, plain)
+    firsts, rest = hand_over(
+        load_draftable(MODEL), load_draftable(MODEL, speculator="ngram", num_draft_tokens=3), requests
+    )
     for request in requests:
         check_handed_over(firsts, rest, request, plain[request.key])
 

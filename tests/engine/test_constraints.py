@@ -22,12 +22,12 @@ from baton.engine.sampling import grammars, step_masks
 from baton.engine.schedule.states import GroupState
 from baton.engine.speculation.control import controller
 from baton.sampling_params import SamplingParams
-from tests.engine.speculation.test_equality import check_empty, check_same, num_accepted, serve
 from tests.support.engine.collector import Collector, run_to_end
 from tests.support.engine.handover import check_handed_over, hand_over
+from tests.support.engine.serving import check_empty, check_same, num_accepted, serve
 from tests.support.engine.toy_engine import engine_request
 from tests.support.gateway.vocabularies import END, byte_vocabulary
-from tests.support.model_folders.draft_models import VOCAB, load, make_folders, mixed
+from tests.support.model_folders.draft_models import DRAFT_VOCAB, load_draftable, make_target_and_draft, mixed_requests
 from tests.support.model_folders.families import make_adapter, make_folder
 from tests.support.pace import patience
 
@@ -52,8 +52,8 @@ CONSTRAINTS = (
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    made = make_folders(tmp_path_factory.mktemp("constraints"))
-    assert TOKENIZER.get_vocab_size() <= VOCAB
+    made = make_target_and_draft(tmp_path_factory.mktemp("constraints"))
+    assert TOKENIZER.get_vocab_size() <= DRAFT_VOCAB
     for folder in made:
         (folder / "tokenizer.json").write_bytes(TOKENIZER_JSON)
     return made
@@ -62,7 +62,7 @@ def folders(tmp_path_factory):
 @pytest.fixture
 def gated(folders, monkeypatch):
     """(an engine, the gate before its grammars, the constraints that were compiled)."""
-    engine, gate, compiled = load(folders[0]), threading.Event(), []
+    engine, gate, compiled = load_draftable(folders[0]), threading.Event(), []
     compile = engine.grammars.vocabulary.compile
 
     def compile_behind(constraint):
@@ -82,7 +82,7 @@ def constrained(count: int, max_tokens: int = 50, seed: int = 0, free: bool = Tr
         replace(
             request, constraint=kinds[index % len(kinds)], stop_token_ids=frozenset([END_ID]), max_tokens=max_tokens
         )
-        for index, request in enumerate(mixed(count, seed=seed))
+        for index, request in enumerate(mixed_requests(count, seed=seed))
     ]
 
 
@@ -119,7 +119,7 @@ def test_several_steps_in_a_call_are_those_by_themselves(folders, monkeypatch, d
     """The mask behind each token is found within the call, which ends where a grammar does."""
     monkeypatch.setattr(multi_step, "BUDGET_NS", 10**15)
     monkeypatch.setattr(controller, "FIRST_PLAIN_INTERVAL", controller.NEVER)
-    several, single = (load(folders[0], dtype=dtype, **speculator) for _ in range(2))
+    several, single = (load_draftable(folders[0], dtype=dtype, **speculator) for _ in range(2))
     single._multi_step, calls, by_call = None, several._multi_step._run, []
     monkeypatch.setattr(several._multi_step, "_run", lambda *each: by_call.append(calls(*each)) or by_call[-1])
     requests = [
@@ -146,7 +146,7 @@ def test_others_keep_their_rows_where_a_mask_cuts_proposals(tmp_path, monkeypatc
     (tmp_path / "base" / "tokenizer.json").write_bytes(TOKENIZER_JSON)
     make_adapter(tmp_path / "a", model, ["q_proj", "down_proj"])
     options = dict(adapter=(f"a={tmp_path / 'a'}",), speculator="ngram", num_draft_tokens=4, dtype="fp32")
-    several, single = (load(tmp_path / "base", **options) for _ in range(2))
+    several, single = (load_draftable(tmp_path / "base", **options) for _ in range(2))
     single._multi_step, adapter = None, several.adapters.listed()["a"]
     letters = TOKENIZER.encode("abc" * 9, add_special_tokens=False).ids
     repeats = Constraint("regex", "(abc){6}")
@@ -164,7 +164,7 @@ def test_others_keep_their_rows_where_a_mask_cuts_proposals(tmp_path, monkeypatc
 @pytest.mark.skipif(bool(native.unavailable()), reason=native.unavailable())
 def test_a_mask_that_cannot_be_found_ends_its_step(folders, monkeypatch):
     """Within a call, where C++ has asked for it."""
-    engine = load(folders[0])
+    engine = load_draftable(folders[0])
     request = replace(constrained(1, free=False)[0], sampling=SamplingParams())
     calls = itertools.count()
 
@@ -180,7 +180,7 @@ def test_a_mask_that_cannot_be_found_ends_its_step(folders, monkeypatch):
 
 def test_answers_keep_to_their_constraints(folders):
     requests = constrained(80)
-    records, _ = serve(load(folders[0]), requests)
+    records, _ = serve(load_draftable(folders[0]), requests)
     assert check_kept(requests, records) > 40
 
 
@@ -189,9 +189,9 @@ def test_answers_keep_to_their_constraints(folders):
 def test_speculated_or_not(folders, dtype, name):
     target, draft = folders
     requests = constrained(48, seed=1)
-    plain, _ = serve(load(target, dtype=dtype), requests)
+    plain, _ = serve(load_draftable(target, dtype=dtype), requests)
     options = {} if name == "ngram" else {"draft_model": draft}
-    engine = load(target, dtype=dtype, num_draft_tokens=5, speculator=name, **options)
+    engine = load_draftable(target, dtype=dtype, num_draft_tokens=5, speculator=name, **options)
     records, _ = serve(engine, requests)
     check_same(records, plain, plain)
     assert num_accepted(engine) > 20
@@ -201,7 +201,7 @@ def test_speculated_or_not(folders, dtype, name):
 def test_drafts_are_cut_by_the_grammar(folders, monkeypatch):
     """Whatever is proposed, what is verified may follow."""
     target, draft = folders
-    engine, seen = load(target, speculator="draft", draft_model=draft, num_draft_tokens=6), []
+    engine, seen = load_draftable(target, speculator="draft", draft_model=draft, num_draft_tokens=6), []
     find = grammars.Vocabulary.new_masks
     monkeypatch.setattr(grammars.Vocabulary, "new_masks", lambda self, num: seen.append(num) or find(self, num))
     requests = constrained(24, seed=2, free=False)
@@ -228,8 +228,10 @@ def test_preempted_answers_keep_to_their_constraints(folders):
         replace(request, min_tokens=0, constraint=long[index % 2])
         for index, request in enumerate(constrained(16, max_tokens=150, seed=3))
     ]
-    plain, _ = serve(load(target), requests)
-    engine = load(target, speculator="auto", draft_model=draft, num_draft_tokens=4, num_blocks=40, max_num_seqs=6)
+    plain, _ = serve(load_draftable(target), requests)
+    engine = load_draftable(
+        target, speculator="auto", draft_model=draft, num_draft_tokens=4, num_blocks=40, max_num_seqs=6
+    )
     records, _ = serve(engine, requests)
     assert sum(record.ended.report.num_preemptions for record in records.values()) > 2
     check_same(records, plain, plain)
@@ -239,10 +241,10 @@ def test_preempted_answers_keep_to_their_constraints(folders):
 def test_split_equals_whole(folders, name):
     target, draft = folders
     requests = constrained(32, seed=4)
-    plain, _ = serve(load(target), requests)
+    plain, _ = serve(load_draftable(target), requests)
     options = {} if name == "off" else {"draft_model": draft, "num_draft_tokens": 5}
-    decode = load(target, speculator=name, **options)
-    firsts, rest = hand_over(load(target), decode, requests)
+    decode = load_draftable(target, speculator=name, **options)
+    firsts, rest = hand_over(load_draftable(target), decode, requests)
     decode.step()
     check_empty(decode)
     for request in requests:
@@ -254,7 +256,7 @@ def test_a_constrained_answer_continues_on_another_engine(folders, name):
     """In the middle of a word of JSON: the place is found from the tokens."""
     target, draft = folders
     requests = [request for request in constrained(32, seed=5) if request.sampling.n == 1]
-    plain, _ = serve(load(target), requests)
+    plain, _ = serve(load_draftable(target), requests)
     moved = []
     for index, request in enumerate(requests):
         made = plain[request.key].tokens[0]
@@ -263,7 +265,7 @@ def test_a_constrained_answer_continues_on_another_engine(folders, name):
             moved.append((len(kept), replace(request, token_ids=(*request.token_ids, *kept), span_hashes=())))
     assert len(moved) > 8
     options = {} if name == "off" else {"draft_model": draft, "num_draft_tokens": 5}
-    engine = load(target, speculator=name, **options)
+    engine = load_draftable(target, speculator=name, **options)
     for num_kept, request in moved:
         records = Collector(first_index=num_kept)
         run_to_end(engine, [request], records)
@@ -274,8 +276,8 @@ def test_a_constrained_answer_continues_on_another_engine(folders, name):
 def test_parked_and_resumed(folders):
     target, draft = folders
     requests = constrained(16, seed=6)
-    plain, _ = serve(load(target), requests)
-    engine = load(target, speculator="auto", draft_model=draft, num_draft_tokens=4)
+    plain, _ = serve(load_draftable(target), requests)
+    engine = load_draftable(target, speculator="auto", draft_model=draft, num_draft_tokens=4)
     records, chance, parked = Collector(), random.Random(0), set()
     for request in requests:
         engine.submit(request)
@@ -296,7 +298,7 @@ def test_parked_and_resumed(folders):
 def ask(folder, kind: str, text: str, **options) -> tuple[str, FinishReason | None, str]:
     """(text, reason, error) of one answer; every stop token is END."""
     request = engine_request("a", [1, 2, 3], **{"max_tokens": 30, "stop_token_ids": frozenset([END_ID]), **options})
-    records, _ = serve(load(folder), [replace(request, constraint=Constraint(kind, text))])
+    records, _ = serve(load_draftable(folder), [replace(request, constraint=Constraint(kind, text))])
     record = records[request.key]
     tokens, reason = record.answer().get(0, ([], None)) if not record.ended.error else ([], None)
     return TOKENIZER.decode(tokens), reason, record.ended.message
@@ -343,7 +345,7 @@ def test_an_answer_that_can_be_followed_no_further_is_not_whole(folders, monkeyp
 
 
 def test_a_constraint_that_does_not_compile_ends_its_request_alone(folders):
-    engine = load(folders[0])
+    engine = load_draftable(folders[0])
     bad = replace(engine_request("bad", [1, 2, 3]), constraint=Constraint("regex", "(a"))
     records, _ = serve(engine, [bad, engine_request("good", [1, 2, 3])])
     assert records[bad.key].ended.error == "constraint" and "unclosed group" in records[bad.key].ended.message
@@ -352,7 +354,7 @@ def test_a_constraint_that_does_not_compile_ends_its_request_alone(folders):
 
 def test_others_go_on_while_a_grammar_compiles(folders, monkeypatch):
     """It waits alone, and may be cancelled."""
-    engine, gate = load(folders[0]), threading.Event()
+    engine, gate = load_draftable(folders[0]), threading.Event()
     compile = engine.grammars.vocabulary.compile
     monkeypatch.setattr(engine.grammars.vocabulary, "compile", lambda constraint: gate.wait() and compile(constraint))
     slow, gone, free = (engine_request(name, [1, 2, 3], 6) for name in ("slow", "gone", "free"))
@@ -477,7 +479,7 @@ def test_what_a_tenant_waits_for_no_more_is_compiled_in_the_turns_of_others(gate
 
 def test_grammars_are_compiled_once_and_bounded(folders, monkeypatch):
     monkeypatch.setattr(grammars, "NUM_KEPT", 3)
-    engine = load(folders[0])
+    engine = load_draftable(folders[0])
     made = [engine.grammars.compile(Constraint("regex", f"a{{{n}}}"), b"") for n in (1, 2, 3, 3, 4)]
     assert made[2] is made[3] and len(engine.grammars._kept) == 3
     assert engine.grammars.compile(Constraint("regex", "a{1}"), b"") is not made[0]
@@ -485,7 +487,7 @@ def test_grammars_are_compiled_once_and_bounded(folders, monkeypatch):
 
 def test_a_constraint_needs_no_thread_to_be_started(folders, monkeypatch):
     """One that could not be was refused with its blocks still promised, and no constraint was compiled any more."""
-    engine = load(folders[0])
+    engine = load_draftable(folders[0])
 
     def fail(thread):
         raise RuntimeError("can't start new thread")
@@ -495,8 +497,8 @@ def test_a_constraint_needs_no_thread_to_be_started(folders, monkeypatch):
 
 
 def test_an_engine_without_a_tokenizer_refuses(tmp_path):
-    target, _ = make_folders(tmp_path)
-    engine = load(target)
+    target, _ = make_target_and_draft(tmp_path)
+    engine = load_draftable(target)
     assert engine.grammars is None
     with pytest.raises(ValueError, match="no grammars over this model's tokenizer"):
         engine.submit(replace(engine_request("a", [1, 2]), constraint=CONSTRAINTS[0]))

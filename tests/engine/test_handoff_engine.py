@@ -5,10 +5,10 @@ import random
 import pytest
 
 from baton.engine.core.request import FinishReason, Key, PrefillDone, Refusal, RequestEnded
-from tests.engine.schedule.test_scheduling import check, prompt
 from tests.support.engine.collector import Collector, run_to_end
 from tests.support.engine.handover import copy_kv, going_on
-from tests.support.engine.toy_engine import engine_request, toy_answer, toy_engine
+from tests.support.engine.serving import check_answers
+from tests.support.engine.toy_engine import engine_request, toy_answer, toy_engine, toy_prompt
 
 
 class Pair:
@@ -76,7 +76,7 @@ class Pair:
 def test_split_equals_whole(num_tokens, n):
     pair = Pair({"max_num_batched_tokens": 68})
     pair.from_decode = Collector(first_index=1)
-    request = engine_request("a", prompt(num_tokens), max_tokens=40, n=n, temperature=1.0, seed=5)
+    request = engine_request("a", toy_prompt(num_tokens), max_tokens=40, n=n, temperature=1.0, seed=5)
     done = pair.hand_off(request)
     assert done.num_cached_tokens == 0
     run_to_end(pair.decode, collector=pair.from_decode)
@@ -87,7 +87,7 @@ def test_split_equals_whole(num_tokens, n):
         assert engine.ledger.num_available == engine.num_blocks
     # a second time both sides have it, all but what holds the last token
     cached = (num_tokens - 1) // 64 * 64
-    again = engine_request("b", prompt(num_tokens), max_tokens=3)
+    again = engine_request("b", toy_prompt(num_tokens), max_tokens=3)
     assert pair.hand_off(again).num_cached_tokens == cached == pair.cached
     run_to_end(pair.decode, collector=pair.from_decode)
     assert pair.answer(again) == toy_answer(again)
@@ -95,9 +95,9 @@ def test_split_equals_whole(num_tokens, n):
 
 def test_choices_that_ended_with_their_first_token_do_not_start():
     options = dict(max_tokens=30, n=4, temperature=2.0, seed=1)
-    firsts = [tokens[0] for tokens, _ in toy_answer(engine_request("a", prompt(70), **options)).values()]
+    firsts = [tokens[0] for tokens, _ in toy_answer(engine_request("a", toy_prompt(70), **options)).values()]
     assert len(set(firsts)) > 1
-    request = engine_request("a", prompt(70), stop_token_ids=frozenset(firsts[:1]), **options)
+    request = engine_request("a", toy_prompt(70), stop_token_ids=frozenset(firsts[:1]), **options)
     pair = Pair()
     pair.from_decode = Collector(first_index=1)
     done = pair.hand_off(request)
@@ -109,7 +109,7 @@ def test_choices_that_ended_with_their_first_token_do_not_start():
 
 def test_a_prompt_whose_first_tokens_are_its_last_is_held_until_released():
     engine = toy_engine()
-    request = engine_request("a", prompt(70), max_tokens=1)
+    request = engine_request("a", toy_prompt(70), max_tokens=1)
     engine.admission.accept(request)
     records = run_until_done(engine, request)
     assert records[request.key].first.first_tokens[0].finish_reason is FinishReason.LENGTH
@@ -124,7 +124,7 @@ def test_a_prompt_whose_first_tokens_are_its_last_is_held_until_released():
 
 def test_start_without_choices_ends_the_key():
     pair = Pair()
-    request = engine_request("a", prompt(70), max_tokens=1)
+    request = engine_request("a", toy_prompt(70), max_tokens=1)
     pair.hand_off(request)
     pair.decode.admission.start(request.key, ())
     records = run_to_end(pair.decode)
@@ -142,12 +142,12 @@ def run_until_done(engine, request) -> Collector:
 
 def test_credit_counts_what_is_missing_and_growth():
     engine = toy_engine(num_blocks=32)
-    engine.admission.admit(engine_request("a", prompt(100), max_tokens=30))
+    engine.admission.admit(engine_request("a", toy_prompt(100), max_tokens=30))
     assert engine.ledger.num_reserved == 7 + 2  # 100 tokens, and 30 more
-    engine.admission.admit(engine_request("b", prompt(100, 2), max_tokens=400))
+    engine.admission.admit(engine_request("b", toy_prompt(100, 2), max_tokens=400))
     assert engine.ledger.num_reserved == 9 + 7 + 4  # 64 more, as outputs were guessed to be
     with pytest.raises(Refusal) as refusal:
-        engine.admission.admit(engine_request("c", prompt(300, 3)))
+        engine.admission.admit(engine_request("c", toy_prompt(300, 3)))
     assert refusal.value.reason == "kv_full"
     engine.cancel(Key("b"))
     assert engine.ledger.num_reserved == 9
@@ -157,20 +157,20 @@ def test_credit_counts_what_is_missing_and_growth():
 def test_growth_is_learned_from_what_was_observed():
     engine = toy_engine()
     for index in range(80):
-        run_to_end(engine, [engine_request(f"r{index}", prompt(10, index), max_tokens=2)])
-    engine.admission.admit(engine_request("a", prompt(16), max_tokens=400))
+        run_to_end(engine, [engine_request(f"r{index}", toy_prompt(10, index), max_tokens=2)])
+    engine.admission.admit(engine_request("a", toy_prompt(16), max_tokens=400))
     assert engine.ledger.num_reserved == 1 + 1
 
 
 def test_a_cached_prefix_is_pinned_by_the_grant():
     pair = Pair(decode_options={"num_blocks": 16, "max_model_len": 256})
-    first = engine_request("a", prompt(128), max_tokens=2)
+    first = engine_request("a", toy_prompt(128), max_tokens=2)
     pair.hand_off(first)
     run_to_end(pair.decode, collector=Collector(first_index=1))
-    second = engine_request("b", prompt(128) + prompt(20, 3), max_tokens=4)
+    second = engine_request("b", toy_prompt(128) + toy_prompt(20, 3), max_tokens=4)
     assert pair.begin(second) == 128
     assert pair.decode.load_report().blocks_by_holder["running"] == 8
-    crowd = engine_request("crowd", prompt(80, 9), max_tokens=1)
+    crowd = engine_request("crowd", toy_prompt(80, 9), max_tokens=1)
     run_to_end(pair.decode, [crowd])  # takes what else there is, not the pinned blocks
     refs = pair.decode.admission.set_aside(second.key, 148)
     assert len(refs) == 10
@@ -181,7 +181,7 @@ def test_a_cached_prefix_is_pinned_by_the_grant():
 @pytest.mark.parametrize("settled_first", [False, True])
 def test_a_cancelled_fetch_is_quarantined_until_it_has_settled(settled_first):
     engine = toy_engine(num_blocks=16, max_model_len=256)
-    request = engine_request("a", prompt(120))
+    request = engine_request("a", toy_prompt(120))
     engine.admission.admit(request)
     engine.admission.set_aside(request.key, 64)
     engine.admission.verify(request.key, 32)
@@ -208,7 +208,7 @@ def test_a_cancelled_fetch_is_quarantined_until_it_has_settled(settled_first):
 
 def test_generations_tell_a_block_that_was_given_out_again():
     engine = toy_engine(num_blocks=4, max_model_len=64)
-    first, second = (engine_request(name, prompt(60, seed), max_tokens=4) for seed, name in enumerate("ab"))
+    first, second = (engine_request(name, toy_prompt(60, seed), max_tokens=4) for seed, name in enumerate("ab"))
     engine.admission.admit(first)
     before = engine.admission.set_aside(first.key, 60)
     assert all(engine.ledger.generation(ref.block_id) == ref.generation for ref in before)
@@ -222,7 +222,7 @@ def test_generations_tell_a_block_that_was_given_out_again():
 
 def test_start_before_the_last_block_is_an_error():
     engine = toy_engine()
-    request = engine_request("a", prompt(70))
+    request = engine_request("a", toy_prompt(70))
     engine.admission.admit(request)
     engine.admission.set_aside(request.key, 70)
     engine.admission.verify(request.key, 64)
@@ -237,7 +237,7 @@ def test_start_before_the_last_block_is_an_error():
 @pytest.mark.parametrize("settled", [False, True])
 def test_a_fetch_that_failed_goes_on_with_local_prefill(brought, settled):
     pair = Pair()
-    request = engine_request("a", prompt(150), max_tokens=20)
+    request = engine_request("a", toy_prompt(150), max_tokens=20)
     pair.begin(request)
     while pair.from_prefill[request.key].first is None:
         pair.from_prefill.take(pair.prefill.step())
@@ -249,7 +249,7 @@ def test_a_fetch_that_failed_goes_on_with_local_prefill(brought, settled):
     pair.decode.admission.compute_rest(request.key)
     pair.decode.check_integrity()
     records = run_to_end(pair.decode)
-    check(records, [request])
+    check_answers(records, [request])
     computed = sum(tokens for _, tokens in pair.decode.runner.model.batch_sizes)
     assert computed == 150 - min(brought, 149) + 19
     pair.decode.admission.fetch_settled(request.key)
@@ -261,8 +261,8 @@ def test_what_is_computed_behind_a_whole_fetch_is_written_into_blocks_without_a_
     """All of a prompt of whole units had come, and its source was lost before it told the first token."""
     pair = Pair({"window": window}, {"window": window})
     request, other = (
-        engine_request("a", prompt(128), max_tokens=20),
-        engine_request("b", [*prompt(128), 5], max_tokens=20),
+        engine_request("a", toy_prompt(128), max_tokens=20),
+        engine_request("b", [*toy_prompt(128), 5], max_tokens=20),
     )
     pair.begin(request)
     while pair.from_prefill[request.key].first is None:
@@ -284,35 +284,35 @@ def test_what_is_computed_behind_a_whole_fetch_is_written_into_blocks_without_a_
 
 def test_prefill_refuses_beyond_two_chunks_waiting():
     engine = toy_engine(max_num_batched_tokens=100, num_blocks=128)
-    engine.admission.accept(engine_request("long", prompt(400)))  # nothing waits yet: any length may come
+    engine.admission.accept(engine_request("long", toy_prompt(400)))  # nothing waits yet: any length may come
     with pytest.raises(Refusal, match="queue_full"):
-        engine.admission.accept(engine_request("a", prompt(90, 2)))
+        engine.admission.accept(engine_request("a", toy_prompt(90, 2)))
     engine.step()
-    engine.admission.accept(engine_request("b", prompt(90, 3)))
-    engine.admission.accept(engine_request("c", prompt(90, 4)))
+    engine.admission.accept(engine_request("b", toy_prompt(90, 3)))
+    engine.admission.accept(engine_request("c", toy_prompt(90, 4)))
     with pytest.raises(Refusal, match="queue_full"):
-        engine.admission.accept(engine_request("d", prompt(90, 5)))
+        engine.admission.accept(engine_request("d", toy_prompt(90, 5)))
     engine.cancel(Key("b"))
     engine.step()
-    engine.admission.accept(engine_request("d", prompt(90, 5)))
+    engine.admission.accept(engine_request("d", toy_prompt(90, 5)))
     engine.check_integrity()
 
 
 def test_prefill_refuses_when_leases_hold_the_pool():
     engine = toy_engine(num_blocks=16, max_model_len=256)
-    request = engine_request("a", prompt(200))
+    request = engine_request("a", toy_prompt(200))
     engine.admission.accept(request)
     run_until_done(engine, request)
     with pytest.raises(Refusal, match="kv_full"):
-        engine.admission.accept(engine_request("b", prompt(60, 2)))
+        engine.admission.accept(engine_request("b", toy_prompt(60, 2)))
     engine.admission.release_lease(request.key)
-    assert engine.admission.accept(engine_request("b", prompt(60, 2))).num_cached_tokens == 0
+    assert engine.admission.accept(engine_request("b", toy_prompt(60, 2))).num_cached_tokens == 0
     engine.check_integrity()
 
 
 def test_cancel_of_a_held_prefill_in_every_state():
     engine = toy_engine(max_num_batched_tokens=68)
-    waiting, running, held = (engine_request(name, prompt(120, seed)) for seed, name in enumerate(["w", "r", "h"]))
+    waiting, running, held = (engine_request(name, toy_prompt(120, seed)) for seed, name in enumerate(["w", "r", "h"]))
     engine.admission.accept(held)
     records = run_until_done(engine, held)
     engine.admission.accept(running)
@@ -328,7 +328,7 @@ def test_cancel_of_a_held_prefill_in_every_state():
 
 def test_a_lease_released_while_its_prefill_runs_ends_it():
     engine = toy_engine(max_num_batched_tokens=68)
-    request = engine_request("a", prompt(200))
+    request = engine_request("a", toy_prompt(200))
     engine.admission.accept(request)
     records = Collector()
     records.take(engine.step())
@@ -340,7 +340,7 @@ def test_a_lease_released_while_its_prefill_runs_ends_it():
 
 def test_an_offer_leases_what_is_cached():
     engine = toy_engine(num_blocks=16, max_model_len=256)
-    request = engine_request("a", prompt(150), max_tokens=2)
+    request = engine_request("a", toy_prompt(150), max_tokens=2)
     run_to_end(engine, [request])
     key = Key("offer")
     acceptance = engine.admission.offer(key, (*request.span_hashes, b"?" * 32))
@@ -364,9 +364,9 @@ def test_random_handoffs_cancels_and_local_work(seed):
     options = dict(block_size=block_size, num_blocks=768 // block_size, max_num_batched_tokens=chance.choice([68, 128]))
     pair = Pair(options, options)
     pair.from_decode = Collector(first_index=1)
-    answered, shared = [], prompt(140, seed)
+    answered, shared = [], toy_prompt(140, seed)
     for index in range(25):
-        tokens = shared[: chance.choice([0, 64, 130])] + prompt(chance.randint(1, 100), seed * 31 + index)
+        tokens = shared[: chance.choice([0, 64, 130])] + toy_prompt(chance.randint(1, 100), seed * 31 + index)
         n, max_tokens = chance.choice([1, 1, 2]), chance.randint(2, 60)
         request = engine_request(f"r{index}", tokens, max_tokens, n=n, temperature=1.0, seed=index)
         kind = chance.choice(["hand off", "hand off", "cancel prefill", "cancel fetch", "cancel decode"])

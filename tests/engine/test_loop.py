@@ -11,10 +11,9 @@ from baton.engine.core.device import is_lost
 from baton.engine.core.request import PrefillDone, Refusal, RequestEnded
 from baton.engine.loop import EngineLoop
 from baton.failpoints import FailpointError
-from tests.engine.schedule.test_scheduling import prompt
 from tests.support.engine.collector import Collector
 from tests.support.engine.handover import copy_kv, going_on
-from tests.support.engine.toy_engine import engine_request, toy_answer, toy_engine
+from tests.support.engine.toy_engine import engine_request, toy_answer, toy_engine, toy_prompt
 from tests.support.pace import patience
 
 PATIENCE_S = patience(30)
@@ -63,7 +62,7 @@ def wait_until(condition) -> None:
 def test_answers_from_many_threads(loop_of):
     engine, gathered = toy_engine(max_num_seqs=8, num_blocks=128), Gathered()
     loop = loop_of(engine, gathered)
-    requests = [engine_request(f"r{i}", prompt(30 + 20 * i, i % 3), 30, temperature=1.0, seed=i) for i in range(20)]
+    requests = [engine_request(f"r{i}", toy_prompt(30 + 20 * i, i % 3), 30, temperature=1.0, seed=i) for i in range(20)]
 
     def submit(mine):
         for request in mine:
@@ -102,12 +101,12 @@ def test_the_beat_goes_on_while_idle_and_stops_with_a_stalled_step(loop_of):
         go_on.wait(PATIENCE_S)
 
     engine.runner.model.before_forward = stall
-    request = engine_request("a", prompt(10), max_tokens=2)
+    request = engine_request("a", toy_prompt(10), max_tokens=2)
     engine.submit(request)
     assert stalled.wait(PATIENCE_S)
     beat = loop.last_beat
     assert engine.load_report().num_running == 1  # answered while the step is in flight
-    engine.admission.admit(engine_request("b", prompt(10)))
+    engine.admission.admit(engine_request("b", toy_prompt(10)))
     time.sleep(0.6)
     assert loop.last_beat == beat
     go_on.set()
@@ -119,7 +118,7 @@ def test_a_crash_ends_what_the_step_computed_and_the_loop_goes_on(loop_of):
     """Held prompts, and keys that wait for KV, survive a step's crash."""
     engine, gathered = toy_engine(num_blocks=128), Gathered()
     loop_of(engine, gathered)
-    held, running, admitted = (engine_request(name, prompt(90, i), 300) for i, name in enumerate("hra"))
+    held, running, admitted = (engine_request(name, toy_prompt(90, i), 300) for i, name in enumerate("hra"))
     engine.admission.accept(held)
     gathered.wait(lambda records: records[held.key].first is not None)
     engine.admission.admit(admitted)
@@ -145,7 +144,7 @@ def test_a_crash_ends_what_the_step_computed_and_the_loop_goes_on(loop_of):
     assert engine.ledger.num_available == engine.num_blocks and engine.load_report().num_waiting_tokens == 0
 
     engine.runner.model.before_forward = lambda batch: None
-    again = engine_request("again", prompt(90, 1), 20)
+    again = engine_request("again", toy_prompt(90, 1), 20)
     engine.submit(again)
     gathered.wait(lambda records: records[again.key].ended is not None)
     assert gathered.records[again.key].answer() == toy_answer(again)
@@ -153,8 +152,8 @@ def test_a_crash_ends_what_the_step_computed_and_the_loop_goes_on(loop_of):
 
 def test_what_a_step_gave_out_before_it_crashed_is_not_lost():
     engine = toy_engine()
-    gone, running = engine_request("g", prompt(40)), engine_request("r", prompt(40, 2))
-    done = engine_request("d", prompt(9), max_tokens=2)
+    gone, running = engine_request("g", toy_prompt(40)), engine_request("r", toy_prompt(40, 2))
+    done = engine_request("d", toy_prompt(9), max_tokens=2)
     engine.submit(done)
     engine.submit(running)
     records = Collector()
@@ -175,7 +174,7 @@ def test_what_a_step_gave_out_before_it_crashed_is_not_lost():
 
 def test_what_a_step_gave_out_is_given_out_once(monkeypatch):
     """The next step fails at its very beginning."""
-    engine, request, records = toy_engine(), engine_request("a", prompt(40)), Collector()
+    engine, request, records = toy_engine(), engine_request("a", toy_prompt(40)), Collector()
     loop = EngineLoop(engine, records.take)
     engine.submit(request)
     records.take(loop._step())
@@ -191,7 +190,7 @@ def test_what_a_step_gave_out_is_given_out_once(monkeypatch):
 
 def test_a_command_that_fails_ends_its_key_alone():
     engine = toy_engine()
-    bad, good = engine_request("bad", prompt(40)), engine_request("good", prompt(40, 2))
+    bad, good = engine_request("bad", toy_prompt(40)), engine_request("good", toy_prompt(40, 2))
     source = toy_engine()
     acceptance = source.admission.accept(bad)
     firsts = [output for output in source.step() if isinstance(output, PrefillDone)]
@@ -213,7 +212,7 @@ def test_a_command_that_fails_ends_its_key_alone():
 def test_a_fault_of_nobodys_ends_every_key():
     engine = toy_engine()
     for name in "ab":
-        engine.admission.admit(engine_request(name, prompt(40)))
+        engine.admission.admit(engine_request(name, toy_prompt(40)))
     schedule, engine.scheduler.schedule = engine.scheduler.schedule, None
     with pytest.raises(TypeError):
         engine.step()
@@ -227,10 +226,10 @@ def test_what_waits_for_blocks_is_woken_when_they_come(loop_of):
     """Only a lease's end makes room: the waiting request runs although nothing was submitted."""
     engine, gathered = toy_engine(num_blocks=16, max_model_len=256, max_num_seqs=2), Gathered()
     loop_of(engine, gathered)
-    held = engine_request("held", prompt(120), max_tokens=4)
+    held = engine_request("held", toy_prompt(120), max_tokens=4)
     engine.admission.accept(held)
     gathered.wait(lambda records: records[held.key].first is not None)
-    growing = engine_request("growing", prompt(40, 2), max_tokens=180)
+    growing = engine_request("growing", toy_prompt(40, 2), max_tokens=180)
     engine.submit(growing)
     wait_until(lambda: engine.load_report().num_waiting == 1)
     engine.check_integrity()
@@ -243,7 +242,7 @@ def test_what_waits_for_blocks_is_woken_when_they_come(loop_of):
 def test_deadline_of_an_idle_loop(loop_of):
     engine, gathered = toy_engine(), Gathered()
     loop_of(engine, gathered)
-    request = engine_request("a", prompt(10), deadline=time.monotonic() + 0.1)
+    request = engine_request("a", toy_prompt(10), deadline=time.monotonic() + 0.1)
     engine.admission.admit(request)
     gathered.wait(lambda records: records[request.key].ended is not None)
     assert gathered.records[request.key].ended.error == "deadline"
@@ -254,7 +253,7 @@ def test_two_loops_hand_over(loop_of):
     firsts, rest = Gathered(), Gathered(first_index=1)
     loop_of(prefill, firsts)
     loop_of(decode, rest)
-    requests = [engine_request(f"r{i}", prompt(150, i), 40, temperature=1.0, seed=i, n=1 + i % 2) for i in range(4)]
+    requests = [engine_request(f"r{i}", toy_prompt(150, i), 40, temperature=1.0, seed=i, n=1 + i % 2) for i in range(4)]
     for request in requests:
         decode.admission.admit(request)
         acceptance = prefill.admission.accept(request)
@@ -281,7 +280,7 @@ def test_stop_leaves_the_keys_and_is_idempotent():
     engine, gathered = toy_engine(), Gathered()
     loop = EngineLoop(engine, gathered)
     loop.start()
-    request = engine_request("a", prompt(10), max_tokens=400)
+    request = engine_request("a", toy_prompt(10), max_tokens=400)
     engine.submit(request)
     gathered.wait(lambda records: request.key in records)
     loop.stop()
@@ -304,7 +303,7 @@ def test_a_lost_device_is_told_and_a_failed_step_is_not(monkeypatch, lost):
     loop = EngineLoop(engine, gathered, told.append)
     loop.start()
     wait_until(lambda: not failing)
-    request = engine_request("a", prompt(10), max_tokens=4)
+    request = engine_request("a", toy_prompt(10), max_tokens=4)
     engine.submit(request)
     gathered.wait(lambda records: records[request.key].ended is not None if request.key in records else False)
     loop.stop()
@@ -317,7 +316,7 @@ def test_a_failed_step_that_cannot_be_ended_is_told(monkeypatch):
     engine, told = toy_engine(), []
     loop = EngineLoop(engine, Gathered(), on_broken=told.append)
     monkeypatch.setattr(engine.runner.launcher, "run", None)
-    engine.submit(engine_request("a", prompt(10), max_tokens=4))
+    engine.submit(engine_request("a", toy_prompt(10), max_tokens=4))
     monkeypatch.setattr(engine.ledger, "release", None)
     loop.start()
     wait_until(lambda: told or not loop.is_alive)
@@ -356,7 +355,7 @@ def test_a_device_that_is_lost_at_a_step_is_told_at_that_step(monkeypatch):
         ended.set()
 
     loop = EngineLoop(engine, gathered, end_process)
-    request = engine_request("a", prompt(10), max_tokens=20)
+    request = engine_request("a", toy_prompt(10), max_tokens=20)
     engine.submit(request)
     loop.start()
     assert ended.wait(10)

@@ -6,18 +6,18 @@ from transformers import AutoModel, LlamaForCausalLM
 
 from baton.engine.core.model_errors import ModelError
 from baton.engine.core.pooling import Pooling, PoolingParams
-from tests.engine.test_engine import VOCAB, load, prompt
 from tests.support.engine.collector import run_to_end
+from tests.support.engine.tiny_engine import TINY_VOCAB, load_tiny, tiny_prompt
 from tests.support.engine.toy_engine import engine_request
 from tests.support.model_folders import quantized_folders
 from tests.support.model_folders.families import make_folder, save_tiny
 
-PROMPTS = {"long": prompt(150, 1), "short": prompt(5, 2), "one": [7], "spans": prompt(128, 3)}
+PROMPTS = {"long": tiny_prompt(150, 1), "short": tiny_prompt(5, 2), "one": [7], "spans": tiny_prompt(128, 3)}
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    return save_tiny(tmp_path_factory.mktemp("tiny"), VOCAB)
+    return save_tiny(tmp_path_factory.mktemp("tiny"), TINY_VOCAB)
 
 
 def asked(name: str, pooling: Pooling = Pooling.LAST, normalize: bool = False, dimensions: int = 0):
@@ -44,7 +44,7 @@ def close(values, rows: torch.Tensor) -> bool:
 def test_pooled_rows_are_those_of_transformers(family, tmp_path):
     make_folder(tmp_path, family)
     theirs = AutoModel.from_pretrained(tmp_path, dtype=torch.float32).eval()
-    engine = load(tmp_path, max_num_batched_tokens=512)
+    engine = load_tiny(tmp_path, max_num_batched_tokens=512)
     for token_ids in PROMPTS.values():
         token_ids = [token_id % theirs.config.vocab_size for token_id in token_ids]
         with torch.inference_mode():
@@ -62,7 +62,7 @@ def test_a_folder_that_was_saved_without_its_head(tmp_path):
     config = tmp_path / "bare" / "config.json"
     config.write_text(config.read_text().replace('"Qwen3Model"', '"Qwen3ForCausalLM"'))
     requests = [request_for([5, 6, 7] * 9, pooling) for pooling in Pooling]
-    assert embed(load(tmp_path / "bare"), *requests) == embed(load(tmp_path / "whole"), *requests)
+    assert embed(load_tiny(tmp_path / "bare"), *requests) == embed(load_tiny(tmp_path / "whole"), *requests)
 
 
 @pytest.mark.parametrize("quantization", ["auto", "int8"])
@@ -70,22 +70,22 @@ def test_a_folder_without_a_head_that_is_not_tied(tmp_path, quantization):
     """As Qwen3-VL-Embedding's: what is wrong is said, with what serves its embeddings."""
     make_folder(tmp_path, "qwen3")
     requests = [request_for([5, 6, 7] * 9, pooling) for pooling in Pooling]
-    whole = embed(load(tmp_path, quantization=quantization), *requests)
+    whole = embed(load_tiny(tmp_path, quantization=quantization), *requests)
     quantized_folders.change_tensors(tmp_path, lambda tensors: tensors.pop("lm_head.weight"))
     told = "tensor lm_head.weight is missing: the model has no output head; to serve .* set tie_word_embeddings"
     with pytest.raises(ModelError, match=told) as error:
-        load(tmp_path, quantization=quantization)
+        load_tiny(tmp_path, quantization=quantization)
     assert "\n" not in str(error.value)
     quantized_folders.change_config(tmp_path, tie_word_embeddings=True)
-    assert embed(load(tmp_path, quantization=quantization), *requests) == whole
+    assert embed(load_tiny(tmp_path, quantization=quantization), *requests) == whole
 
 
 def test_labels_as_transformers_and_in_chunks(folder):
     theirs = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     params = PoolingParams(label_token_ids=(9, 200, 5))
     requests = [engine_request(name, ids, 0, named=False, pooling=params) for name, ids in PROMPTS.items()]
-    whole = [embed(load(folder, max_num_batched_tokens=512), request)[0] for request in requests]
-    assert embed(load(folder, max_num_batched_tokens=70), *requests) == whole
+    whole = [embed(load_tiny(folder, max_num_batched_tokens=512), request)[0] for request in requests]
+    assert embed(load_tiny(folder, max_num_batched_tokens=70), *requests) == whole
     for token_ids, ours in zip(PROMPTS.values(), whole, strict=True):
         with torch.inference_mode():
             logprobs = theirs(torch.tensor([token_ids])).logits[0, -1].log_softmax(dim=0)
@@ -97,14 +97,14 @@ def alone(folder):
     found = {}
     for name in PROMPTS:
         for pooling in Pooling:
-            (found[name, pooling],) = embed(load(folder, max_num_batched_tokens=512), asked(name, pooling))
+            (found[name, pooling],) = embed(load_tiny(folder, max_num_batched_tokens=512), asked(name, pooling))
     return found
 
 
 @pytest.mark.parametrize("chunk", [70, 100])
 def test_in_chunks_and_beside_others_as_alone(folder, alone, chunk):
-    engine = load(folder, max_num_batched_tokens=chunk)
-    engine.submit(engine_request("written", prompt(40, 9), 30))
+    engine = load_tiny(folder, max_num_batched_tokens=chunk)
+    engine.submit(engine_request("written", tiny_prompt(40, 9), 30))
     for pooling in Pooling:
         keys = [(name, pooling) for name in PROMPTS]
         assert embed(engine, *(asked(*key) for key in keys)) == [alone[key] for key in keys]
@@ -112,26 +112,26 @@ def test_in_chunks_and_beside_others_as_alone(folder, alone, chunk):
 
 def test_length_and_dimensions(folder, alone):
     whole = torch.tensor(alone["long", Pooling.MEAN])
-    (one,), (part,) = (embed(load(folder), asked("long", Pooling.MEAN, True, dimensions)) for dimensions in (0, 8))
+    (one,), (part,) = (embed(load_tiny(folder), asked("long", Pooling.MEAN, True, dimensions)) for dimensions in (0, 8))
     assert torch.allclose(torch.tensor(one), whole / whole.norm(), atol=1e-6)
     assert len(part) == 8 and torch.allclose(torch.tensor(part), whole[:8] / whole[:8].norm(), atol=1e-6)
 
 
 def test_nothing_of_it_stays(folder):
-    engine = load(folder)
+    engine = load_tiny(folder)
     embed(engine, asked("long"))
     assert engine.ledger.counts()["free"] == engine.num_blocks and not engine.ledger.snapshot()
 
 
 def test_what_is_cached_is_read_again(folder, alone):
-    engine = load(folder)
+    engine = load_tiny(folder)
     run_to_end(engine, [engine_request("plain", PROMPTS["long"], 4)])
     for pooling in Pooling:
         assert embed(engine, asked("long", pooling)) == [alone["long", pooling]]
 
 
 def test_one_that_was_preempted_is_read_again(folder, alone):
-    engine = load(folder, max_num_batched_tokens=70)
+    engine = load_tiny(folder, max_num_batched_tokens=70)
     engine.submit(request := asked("long", Pooling.MEAN))
     engine.step()
     (group,) = engine.lifecycle.groups.values()
@@ -141,7 +141,7 @@ def test_one_that_was_preempted_is_read_again(folder, alone):
 
 
 def test_cancelled_in_the_middle(folder):
-    engine = load(folder, max_num_batched_tokens=70)
+    engine = load_tiny(folder, max_num_batched_tokens=70)
     engine.submit(request := asked("long"))
     engine.step()
     engine.cancel(request.key)

@@ -14,10 +14,9 @@ import pytest
 from baton.engine.core.request import Key, PrefillDone, Refusal, RequestEnded
 from baton.engine.loop import EngineLoop
 from baton.engine.schedule.inbox import Enter, Inbox
-from tests.engine.schedule.test_scheduling import prompt
 from tests.support.engine.collector import Collector
 from tests.support.engine.handover import copy_kv
-from tests.support.engine.toy_engine import engine_request, toy_engine
+from tests.support.engine.toy_engine import engine_request, toy_engine, toy_prompt
 
 PATIENCE_S = 60
 
@@ -45,14 +44,14 @@ class InterposedLock:
 
 
 def _admitted(engine, deadline):
-    engine.admission.admit(request := engine_request("a", prompt(100), 6, deadline=deadline))
+    engine.admission.admit(request := engine_request("a", toy_prompt(100), 6, deadline=deadline))
     engine.admission.set_aside(request.key, 64)
     return request
 
 
 def _fetched(engine, deadline):
     source = toy_engine()
-    acceptance = source.admission.accept(request := engine_request("a", prompt(100), 6, deadline=deadline))
+    acceptance = source.admission.accept(request := engine_request("a", toy_prompt(100), 6, deadline=deadline))
     source.step()
     engine.admission.admit(request)
     copy_kv(source, acceptance.blocks, engine, engine.admission.set_aside(request.key, 100))
@@ -62,18 +61,18 @@ def _fetched(engine, deadline):
 
 
 def _held(engine, deadline):
-    engine.admission.accept(request := engine_request("a", prompt(100), 6, deadline=deadline))
+    engine.admission.accept(request := engine_request("a", toy_prompt(100), 6, deadline=deadline))
     return request
 
 
 def _held_and_fetching(engine, deadline):
-    engine.admission.accept(request := engine_request("a", prompt(100), 6, deadline=deadline), fetches=True)
+    engine.admission.accept(request := engine_request("a", toy_prompt(100), 6, deadline=deadline), fetches=True)
     engine.admission.begin_fetch(request.key)
     return request
 
 
 def _decoding(engine, deadline):
-    engine.submit(request := engine_request("a", prompt(20), 6, deadline=deadline))
+    engine.submit(request := engine_request("a", toy_prompt(20), 6, deadline=deadline))
     return request
 
 
@@ -153,7 +152,7 @@ def _enter(engine, kind: str, request) -> None:
 def _live_and_die(engine, name: str, draw: random.Random) -> None:
     """One key through one of its lives, given up about when its deadline comes."""
     deadline = time.monotonic() + draw.uniform(0, 0.002)
-    request = engine_request(name, prompt(draw.randint(1, 90), draw.randint(0, 5)), 6, deadline=deadline)
+    request = engine_request(name, toy_prompt(draw.randint(1, 90), draw.randint(0, 5)), 6, deadline=deadline)
     kind = draw.choice(("fetch", "fetch", "hold", "pull", "decode"))
     _enter(engine, kind, request)
     with suppress(LookupError, Refusal):  # its deadline has come already
@@ -209,7 +208,7 @@ def test_threads_end_keys_whose_deadlines_come(fast_switches):
 
 def test_a_command_for_a_key_that_has_ended_is_not_for_the_next_of_that_name():
     """The loop is to end a prefill for a taker; somebody else does, and the key comes again before the loop looks."""
-    engine, request = toy_engine(), engine_request("a", prompt(100))
+    engine, request = toy_engine(), engine_request("a", toy_prompt(100))
     engine.admission.accept(request, fetches=True)
     engine.admission.release_lease(request.key)
     engine.cancel(request.key)

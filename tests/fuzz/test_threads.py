@@ -8,9 +8,8 @@ import pytest
 
 from baton.engine.core.request import Refusal, RequestEnded
 from baton.engine.loop import EngineLoop
-from tests.engine.schedule.test_scheduling import prompt
 from tests.support.engine.collector import Collector
-from tests.support.engine.toy_engine import engine_request, toy_answer, toy_engine
+from tests.support.engine.toy_engine import engine_request, toy_answer, toy_engine, toy_prompt
 
 NUM_THREADS = 3
 
@@ -55,7 +54,9 @@ def test_deadlines_run_out_while_threads_call(fast_switches, num_requests):
 
 def _request(draw: random.Random, name: str):
     deadline = time.monotonic() + draw.choice((0.0, 0.002, 0.02, 60.0, 60.0))
-    return engine_request(name, prompt(draw.randint(1, 150), draw.randrange(5)), draw.randint(1, 6), deadline=deadline)
+    return engine_request(
+        name, toy_prompt(draw.randint(1, 150), draw.randrange(5)), draw.randint(1, 6), deadline=deadline
+    )
 
 
 def _ask(engine, request, draw: random.Random) -> bool:

@@ -13,33 +13,10 @@ from baton.engine.core.request import Refusal
 from baton.engine.engine import Engine
 from tests.support.engine.collector import run_to_end
 from tests.support.engine.toy_engine import engine_request
+from tests.support.model_folders.adapters import ATTENTION, MLP, PROMPT, TARGETS, identities, load_with_adapters
 from tests.support.model_folders.families import make_adapter, make_folder, random_ids
 
-ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
-MLP = ["gate_proj", "up_proj", "down_proj"]
-PHI = ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"]
-# What each kind of layer has of its own: turned and merged tensors, biases, halves side by side, experts.
-TARGETS = {
-    "llama3": ATTENTION + MLP,
-    "glm4": [*ATTENTION, "gate_up_proj", "down_proj"],
-    "phi3": PHI,
-    "command-r": ATTENTION + MLP,
-    "starcoder2": [*ATTENTION, "c_fc", "c_proj"],
-    "gemma3": ["q_proj", "v_proj", "down_proj"],
-    "qwen3-moe": ATTENTION,
-}
 SAMPLED = {"temperature": 0.9, "top_k": 50, "logprobs": 1}
-PROMPT = random_ids(70, 1)
-
-
-def load(folder, *adapters, **options) -> Engine:
-    defaults = dict(block_size=16, num_blocks=96, max_num_seqs=6, max_num_batched_tokens=90, threads=1)
-    given = tuple(f"{path.name}={path}" for path in adapters)
-    return Engine.load(EngineConfig(folder, adapter=given, **(defaults | options)))
-
-
-def identities(engine: Engine) -> dict[str, bytes]:
-    return engine.adapters.listed()
 
 
 def logprobs_of(engine: Engine, adapter: bytes = b"") -> torch.Tensor:
@@ -62,7 +39,7 @@ def expected(merged) -> torch.Tensor:
 def test_equal_to_merged_weights(tmp_path, name, options):
     model = make_folder(tmp_path / "base", name, hidden_size=64)
     merged = make_adapter(tmp_path / "a", model, TARGETS[name])
-    engine = load(tmp_path / "base", tmp_path / "a", **options)
+    engine = load_with_adapters(tmp_path / "base", tmp_path / "a", **options)
     assert (logprobs_of(engine) - expected(model)).abs().max() < 1e-4
     found = logprobs_of(engine, identities(engine)["a"])
     assert (found - expected(merged)).abs().max() < 1e-4
@@ -81,7 +58,7 @@ def test_one_of_a_text_model_within_another(tmp_path, around):
     tensors = load_file(tmp_path / "a" / "adapter_model.safetensors")
     renamed = {name.replace("model.layers.", f"{around}layers."): tensor for name, tensor in tensors.items()}
     save_file(renamed, tmp_path / "b" / "adapter_model.safetensors")
-    engine = load(tmp_path / "base", tmp_path / "a", tmp_path / "b")
+    engine = load_with_adapters(tmp_path / "base", tmp_path / "a", tmp_path / "b")
     plain, within = (logprobs_of(engine, identities(engine)[name]) for name in "ab")
     assert torch.equal(plain, within) and not torch.equal(plain, logprobs_of(engine))
 
@@ -99,7 +76,7 @@ def test_one_of_a_text_model_within_another(tmp_path, around):
 def test_ranks_and_scales(tmp_path, options):
     model = make_folder(tmp_path / "base", "llama3", hidden_size=64)
     merged = make_adapter(tmp_path / "a", model, ["q_proj", "v_proj"], **options)
-    engine = load(tmp_path / "base", tmp_path / "a")
+    engine = load_with_adapters(tmp_path / "base", tmp_path / "a")
     assert (logprobs_of(engine, identities(engine)["a"]) - expected(merged)).abs().max() < 1e-4
 
 
@@ -139,12 +116,12 @@ FORMS = {
 @pytest.mark.parametrize("options", FORMS.values(), ids=FORMS)
 def test_mixed_as_alone(folders, options):
     """Chunked, with others of other adapters and of none: the bits of each are those it has alone."""
-    engine = load(*folders, **options)
+    engine = load_with_adapters(*folders, **options)
     requests = mix(engine)
     records = run_to_end(engine, requests)
     answers = set()
     for request in requests:
-        alone = run_to_end(load(*folders, **options), [request])[request.key]
+        alone = run_to_end(load_with_adapters(*folders, **options), [request])[request.key]
         assert not records[request.key].ended.error, records[request.key].ended.message
         assert records[request.key].answer() == alone.answer()
         assert records[request.key].logprobs == alone.logprobs, f"{request.key}: logprobs differ in their bits"
@@ -158,7 +135,7 @@ def test_threads_share_an_adapter(folders):
     try:
         for threads in (1, 3):
             torch.set_num_threads(threads)
-            engine = load(*folders, threads=threads)
+            engine = load_with_adapters(*folders, threads=threads)
             records = run_to_end(engine, mix(engine))
             found.append({key: record.logprobs for key, record in records.items()})
     finally:
@@ -167,35 +144,38 @@ def test_threads_share_an_adapter(folders):
 
 
 def test_base_as_without_adapters(folders):
-    requests = [request for request in mix(load(*folders)) if not request.adapter]
-    plain, beside = run_to_end(load(folders[0]), requests), run_to_end(load(*folders), requests)
+    requests = [request for request in mix(load_with_adapters(*folders)) if not request.adapter]
+    plain, beside = (
+        run_to_end(load_with_adapters(folders[0]), requests),
+        run_to_end(load_with_adapters(*folders), requests),
+    )
     assert all(plain[each.key].logprobs == beside[each.key].logprobs for each in requests)
 
 
 def test_quantized_base(folders):
     """What an adapter adds is not rounded as the base is."""
-    exact, rounded = load(*folders), load(*folders, quantization="int8")
+    exact, rounded = load_with_adapters(*folders), load_with_adapters(*folders, quantization="int8")
     shifts = [logprobs_of(each, identities(each)["a"]) - logprobs_of(each) for each in (exact, rounded)]
     assert (shifts[0] - shifts[1]).square().mean() < 0.02 * shifts[0].square().mean()
 
 
 def test_an_adapter_that_is_not_here(folders):
-    engine = load(*folders)
+    engine = load_with_adapters(*folders)
     with pytest.raises(Refusal, match="no_adapter"):
         engine.submit(engine_request("unknown", PROMPT, adapter=bytes(32)))
     engine.check_integrity()
 
 
 def test_identity_is_of_weights_and_config(folders, tmp_path):
-    first = identities(load(*folders))["a"]
+    first = identities(load_with_adapters(*folders))["a"]
     copied = tmp_path / "other-name"
     copied.mkdir()
     for file in folders[1].iterdir():
         if file.is_file():
             (copied / file.name).write_bytes(file.read_bytes())
-    assert identities(load(folders[0], copied))["other-name"] == first
+    assert identities(load_with_adapters(folders[0], copied))["other-name"] == first
     change(copied, lora_alpha=17)
-    assert identities(load(folders[0], copied))["other-name"] != first
+    assert identities(load_with_adapters(folders[0], copied))["other-name"] != first
 
 
 # ---- bad input ----
@@ -223,7 +203,7 @@ def change_tensors(folder, make) -> None:
 
 def refusal(folders, adapter) -> str:
     with pytest.raises(ModelError) as error:
-        load(folders[0], adapter)
+        load_with_adapters(folders[0], adapter)
     assert "\n" not in str(error.value) and str(adapter) in str(error.value)
     return str(error.value)
 
@@ -307,7 +287,7 @@ def test_files_that_are_not_there(folders, adapter):
 def test_latent_attention_has_none(tmp_path, folders):
     make_folder(tmp_path / "latent", "deepseek-v3")
     with pytest.raises(ModelError, match="adapters are not served on latent attention"):
-        load(tmp_path / "latent", folders[1])
+        load_with_adapters(tmp_path / "latent", folders[1])
 
 
 @pytest.mark.parametrize(

@@ -11,9 +11,9 @@ from baton.engine.core.batch import AdapterRows, ForwardBatch
 from baton.engine.core.config import EngineConfig
 from baton.engine.engine import Engine
 from baton.engine.parallel.adapters import HeldAdapters, SentAdapters
-from tests.engine.adapters.test_lora import ATTENTION, TARGETS
 from tests.support.engine.collector import run_to_end
 from tests.support.engine.toy_engine import engine_request
+from tests.support.model_folders.adapters import ATTENTION, TARGETS
 from tests.support.model_folders.families import make_adapter, make_folder, random_ids
 
 pytestmark = pytest.mark.usefixtures("forked_ranks")

@@ -27,9 +27,9 @@ from baton.engine.execute import build
 from baton.engine.models import decoder
 from baton.engine.models.loader import load_model
 from baton.engine.models.registry import read_spec
-from tests.engine.adapters.test_lora import ATTENTION, MLP, PROMPT, identities, load
 from tests.support.engine.collector import run_to_end
 from tests.support.engine.toy_engine import engine_request
+from tests.support.model_folders.adapters import ATTENTION, MLP, PROMPT, identities, load_with_adapters
 from tests.support.model_folders.families import make_adapter, make_folder
 
 
@@ -245,7 +245,7 @@ def folders(tmp_path_factory):
 
 def test_answers_do_not_depend_on_slots(folders):
     """One slot for three adapters: each request is the slot's next, the answers those of an engine that holds all."""
-    tight, loose = load(*folders, adapter_slots=1), load(*folders)
+    tight, loose = load_with_adapters(*folders, adapter_slots=1), load_with_adapters(*folders)
     assert len(tight.adapters.ready) == 1 and len(loose.adapters.ready) == 3
     order = "abcacb"
     for index, name in enumerate(order):
@@ -256,14 +256,14 @@ def test_answers_do_not_depend_on_slots(folders):
 
 
 def test_all_slots_in_use(folders):
-    engine = load(*folders, adapter_slots=1)
+    engine = load_with_adapters(*folders, adapter_slots=1)
     known = identities(engine)
     engine.submit(engine_request("first", PROMPT, 8, adapter=known["a"]))
     with pytest.raises(Refusal, match="adapter_slots"):
         engine.submit(engine_request("second", PROMPT, 8, adapter=known["b"]))
     engine.check_integrity()
     assert engine.load_report().ready_adapters == (known["a"],)
-    assert load(*folders).load_report().ready_adapters == (), "without a bound each is ready"
+    assert load_with_adapters(*folders).load_report().ready_adapters == (), "without a bound each is ready"
 
 
 def test_settings_that_are_refused(folders):
@@ -297,7 +297,7 @@ def test_a_gpu_has_room_for_adapters_behind_its_pool(tmp_path, monkeypatch):
 def test_an_adapter_for_which_a_gpu_has_no_memory(tmp_path, monkeypatch):
     """One line, as of others that are not served: a start ends with it, and a command is refused."""
     make_adapter(tmp_path / "a", make_folder(tmp_path / "base", "llama3", num_hidden_layers=1), ATTENTION)
-    engine = load(tmp_path / "base", adapter_root=tmp_path)
+    engine = load_with_adapters(tmp_path / "base", adapter_root=tmp_path)
 
     def read_low_ranks(*given):
         raise torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB")

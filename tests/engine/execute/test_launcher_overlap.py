@@ -17,7 +17,7 @@ from baton.engine.gpu_ranks.launcher import LeadingLauncher
 from baton.planning.virtual_engine import VirtualLauncher
 from tests.support.engine.collector import Collector, run_to_end
 from tests.support.engine.late_launcher import LateLauncher, launches_of
-from tests.support.engine.toy_engine import VOCAB, engine_request, toy_answer, toy_engine, toy_logits
+from tests.support.engine.toy_engine import TOY_VOCAB, engine_request, toy_answer, toy_engine, toy_logits
 
 
 def two_deep(*proposers, **options):
@@ -28,7 +28,7 @@ def two_deep(*proposers, **options):
 
 def prompt(num_tokens: int, seed: int) -> list[int]:
     chance = random.Random(seed)
-    return [chance.randrange(VOCAB) for _ in range(num_tokens)]
+    return [chance.randrange(TOY_VOCAB) for _ in range(num_tokens)]
 
 
 def stopping(name: str, ids: list[int], after: int, **options):
@@ -55,7 +55,7 @@ def workload(seed: int) -> list:
         if chance.random() < 0.1:  # takes the general sampler: such a step is not launched ahead
             options["logprobs"], max_tokens = 1, 10
         if chance.random() < 0.5:
-            stops = chance.sample(range(VOCAB), 6)
+            stops = chance.sample(range(TOY_VOCAB), 6)
             options |= dict(stop_token_ids=frozenset(stops), min_tokens=chance.choice((0, 0, 12)))
         requests.append(engine_request(f"r{index}", ids, max_tokens, **options))
     return requests

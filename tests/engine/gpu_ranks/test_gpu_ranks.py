@@ -32,11 +32,11 @@ from baton.engine.ranks.spawn import Ranks
 from baton.engine.sampling.on_device import sampler_on
 from baton.training.heads.heads import export_heads, new_heads
 from baton.training.heads.target import FrozenTarget
-from tests.engine.adapters.test_lora import ATTENTION, TARGETS
 from tests.support.engine.collector import run_to_end
 from tests.support.engine.cpu_as_gpu import MEMORY, stand_in
 from tests.support.engine.graphs import replay_by_computing
 from tests.support.engine.toy_engine import engine_request
+from tests.support.model_folders.adapters import ATTENTION, TARGETS
 from tests.support.model_folders.families import make_adapter, make_few_heads, make_folder, random_ids
 from tests.support.native.ranked import lose_last_rank
 

@@ -10,18 +10,11 @@ from baton.engine import native
 from baton.engine.parallel.collectives import RankLost, num_bytes_for
 from baton.engine.parallel.distributed import DistributedCollectives, add_tree
 from baton.engine.parallel.shard import Shard
+from tests.engine.parallel.parts import SIZE, parts_of
 from tests.support.native.ranked import collectives_of, distributed_of, together
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason=native.unavailable() or "there")
-SIZE = 48
 DTYPES = [torch.float32, torch.bfloat16]
-
-
-def parts_of(degree: int, num_rows: int, dtype=torch.float32) -> list[torch.Tensor]:
-    """Of magnitudes so unlike that the order of a sum shows."""
-    generator = torch.Generator().manual_seed(degree * 100 + num_rows)
-    rows = torch.randn(degree, num_rows, SIZE, generator=generator)
-    return list((rows * 10.0 ** torch.randint(-3, 4, rows.shape, generator=generator)).to(dtype))
 
 
 @pytest.mark.parametrize("degree", [2, 4, 8])

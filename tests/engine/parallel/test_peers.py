@@ -14,7 +14,7 @@ pytest.importorskip("triton")
 from baton.engine import kernels, native
 from baton.engine.parallel import add_ranks
 from baton.engine.parallel.distributed import DistributedCollectives
-from tests.engine.parallel.test_distributed import SIZE, parts_of
+from tests.engine.parallel.parts import SIZE, parts_of
 from tests.support.native.ranked import collectives_of, distributed_of, together
 
 pytestmark = [

@@ -17,7 +17,7 @@ from baton.engine.schedule.steps import MIN_SEQS
 from tests.support.engine.collector import Collector, run_to_end
 from tests.support.engine.late_launcher import launches_of
 from tests.support.engine.serving import random_lives
-from tests.support.engine.toy_engine import VOCAB, ToyModel, engine_request, toy_answer, toy_engine
+from tests.support.engine.toy_engine import TOY_VOCAB, ToyModel, engine_request, toy_answer, toy_engine
 
 SHARED = [7 + index % 80 for index in range(200)]
 OPTIONS = dict(max_num_seqs=48, num_blocks=512, max_num_batched_tokens=256)
@@ -63,7 +63,7 @@ def staged_engine(num_stages: int, seed: int = 0, **options) -> Engine:
 
 def ids_of(num_tokens: int, seed: int) -> list[int]:
     chance = random.Random(seed)
-    return [chance.randrange(VOCAB) for _ in range(num_tokens)]
+    return [chance.randrange(TOY_VOCAB) for _ in range(num_tokens)]
 
 
 def request_of(chance: random.Random, index: int):
@@ -73,7 +73,7 @@ def request_of(chance: random.Random, index: int):
     if chance.random() < 0.5:
         options |= dict(temperature=chance.choice((0.7, 1.3)), logprobs=chance.choice((None, 1)))
     if chance.random() < 0.3:
-        options["stop_token_ids"] = frozenset(chance.sample(range(VOCAB), 6))
+        options["stop_token_ids"] = frozenset(chance.sample(range(TOY_VOCAB), 6))
     return engine_request(f"r{index}", shared + own, chance.choice((1, 3, 20, 70)), **options)
 
 

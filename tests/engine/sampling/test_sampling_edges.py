@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from baton.engine.speculation.proposers.ngram import NgramProposer
 from tests.support.engine.collector import run_to_end
-from tests.support.engine.toy_engine import VOCAB, engine_request, toy_engine
+from tests.support.engine.toy_engine import TOY_VOCAB, engine_request, toy_engine
 
 PROMPT = [5, 6, 7, 8] * 25  # repeats, so that prompt lookup proposes something
 WAYS = {
@@ -28,14 +28,14 @@ def parameters() -> st.SearchStrategy:
     return st.fixed_dictionaries(
         {
             "temperature": edges(0.0, 1e-3, 1.0, 100.0),
-            "top_k": edges(0, 1, VOCAB - 1, VOCAB, 2**32 - 1),
+            "top_k": edges(0, 1, TOY_VOCAB - 1, TOY_VOCAB, 2**32 - 1),
             "top_p": edges(1e-45, 1e-6, 0.5, 1.0),
             "min_p": edges(0.0, 1e-45, 0.5, 1.0),
             "seed": edges(0, 1, 2**31, 2**53, 2**63 - 1, 2**63, 2**64 - 1),
             "repetition_penalty": edges(1e-3, 1.0, 100.0),
             "presence_penalty": shift,
             "frequency_penalty": shift,
-            "logit_bias": st.dictionaries(edges(0, 5, VOCAB - 1), edges(-1000.0, 1000.0, 0.0), max_size=3).map(
+            "logit_bias": st.dictionaries(edges(0, 5, TOY_VOCAB - 1), edges(-1000.0, 1000.0, 0.0), max_size=3).map(
                 lambda biases: tuple(biases.items())
             ),
             "n": edges(1, 2, 8),
@@ -49,7 +49,7 @@ def answer(way: str, parameters: dict, min_tokens: int):
     record = run_to_end(WAYS[way](), [request])[request.key]
     told = {choice: entries for choice, entries in record.logprobs.items() if entries}
     assert record.ended and len(record.tokens) == parameters["n"]
-    assert all(0 <= token_id < VOCAB for tokens in record.tokens.values() for token_id in tokens)
+    assert all(0 <= token_id < TOY_VOCAB for tokens in record.tokens.values() for token_id in tokens)
     for entries in told.values():
         assert not any(math.isnan(value) for entry in entries for value in _numbers(entry))
     return record.answer()

@@ -5,9 +5,9 @@ import time
 
 import pytest
 
-from tests.engine.schedule.test_scheduling import check, prompt
 from tests.support.engine.collector import Collector, run_to_end
-from tests.support.engine.toy_engine import engine_request, toy_answer, toy_engine
+from tests.support.engine.serving import check_answers
+from tests.support.engine.toy_engine import engine_request, toy_answer, toy_engine, toy_prompt
 
 
 def begin(engine, request, num_steps: int) -> Collector:
@@ -31,7 +31,7 @@ def finish(engine, records, *requests) -> None:
 @pytest.mark.parametrize("num_steps", [2, 40, 90])
 def test_it_goes_on_where_it_was(n, num_steps):
     engine = toy_engine()
-    request = engine_request("a", prompt(70), 100, n=n, temperature=1.1, seed=3)
+    request = engine_request("a", toy_prompt(70), 100, n=n, temperature=1.1, seed=3)
     records = begin(engine, request, num_steps)
     engine.admission.park(request.key)
     for _ in range(3):
@@ -43,12 +43,12 @@ def test_it_goes_on_where_it_was(n, num_steps):
     assert engine.step_number == num_steps, "it computed for no reader"
     engine.admission.resume(request.key)
     finish(engine, records, request)
-    check(records, [request])
+    check_answers(records, [request])
 
 
 def test_it_goes_on_by_a_prefix_hit():
     engine = toy_engine()
-    request = engine_request("a", prompt(130), 60)
+    request = engine_request("a", toy_prompt(130), 60)
     records = begin(engine, request, 40)
     engine.admission.park(request.key)
     records.take(engine.step())
@@ -58,28 +58,28 @@ def test_it_goes_on_by_a_prefix_hit():
     computed = sum(tokens for _, tokens in engine.runner.model.batch_sizes) - before
     assert computed <= 64 + 16, "whole units were in the cache"
     finish(engine, records, request)
-    check(records, [request])
+    check_answers(records, [request])
 
 
 def test_what_was_evicted_meanwhile_is_computed_again():
     engine = toy_engine(num_blocks=24, max_model_len=384)
     request, others = (
-        engine_request("a", prompt(100), 80),
-        [engine_request(f"b{i}", prompt(250, i + 2), 4) for i in range(4)],
+        engine_request("a", toy_prompt(100), 80),
+        [engine_request(f"b{i}", toy_prompt(250, i + 2), 4) for i in range(4)],
     )
     records = begin(engine, request, 20)
     engine.admission.park(request.key)
     records.take(engine.step())
     for other in others:
-        check(run_to_end(engine, [other]), [other])
+        check_answers(run_to_end(engine, [other]), [other])
     engine.admission.resume(request.key)
     finish(engine, records, request)
-    check(records, [request])
+    check_answers(records, [request])
 
 
 def test_it_may_be_ended_while_it_is_parked():
     engine = toy_engine()
-    request = engine_request("a", prompt(70), 100)
+    request = engine_request("a", toy_prompt(70), 100)
     records = begin(engine, request, 10)
     engine.admission.park(request.key)
     records.take(engine.step())
@@ -95,28 +95,28 @@ def test_it_may_be_ended_while_it_is_parked():
 
 def test_park_and_resume_before_the_loop_looks():
     engine = toy_engine()
-    request = engine_request("a", prompt(70), 30)
+    request = engine_request("a", toy_prompt(70), 30)
     records = begin(engine, request, 5)
     for _ in range(3):
         engine.admission.park(request.key)
         engine.admission.resume(request.key)
     finish(engine, records, request)
-    check(records, [request])
+    check_answers(records, [request])
 
 
 def test_a_prompt_that_is_being_read_is_not_parked():
     engine = toy_engine()
-    request = engine_request("a", prompt(300), 10)
+    request = engine_request("a", toy_prompt(300), 10)
     records = begin(engine, request, 1)
     engine.admission.park(request.key)
     finish(engine, records, request)
-    check(records, [request])
+    check_answers(records, [request])
 
 
 def test_parked_before_it_starts():
     """A Park that the loop finds in front of the Start: there is nothing yet to go back to."""
     reader, engine = toy_engine(), toy_engine()
-    request = engine_request("a", prompt(30), 20)
+    request = engine_request("a", toy_prompt(30), 20)
     engine.admission.admit(request)
     reader.admission.accept(request)
     firsts, records = Collector(), Collector(first_index=1)
@@ -138,7 +138,7 @@ def test_parked_before_it_starts():
 def test_its_deadline_is_that_of_who_reads_it(monkeypatch):
     engine, now, jumped_s = toy_engine(), time.monotonic, 0.0
     monkeypatch.setattr(time, "monotonic", lambda: now() + jumped_s)
-    request = engine_request("a", prompt(70), 40, deadline=now() + 600)
+    request = engine_request("a", toy_prompt(70), 40, deadline=now() + 600)
     records = begin(engine, request, 5)
     engine.admission.park(request.key)
     records.take(engine.step())
@@ -147,8 +147,8 @@ def test_its_deadline_is_that_of_who_reads_it(monkeypatch):
     assert records[request.key].ended is None, "a parked key has no deadline of its own"
     engine.admission.resume(request.key, time.monotonic() + 60)
     finish(engine, records, request)
-    check(records, [request])
-    late = engine_request("b", prompt(70), 40, deadline=time.monotonic() + 60)
+    check_answers(records, [request])
+    late = engine_request("b", toy_prompt(70), 40, deadline=time.monotonic() + 60)
     records = begin(engine, late, 5)
     engine.admission.park(late.key)
     records.take(engine.step())
@@ -159,7 +159,7 @@ def test_its_deadline_is_that_of_who_reads_it(monkeypatch):
 
 def test_a_key_that_was_resumed_and_had_not_parked_has_the_deadline_of_who_reads_it():
     engine = toy_engine()
-    request = engine_request("a", prompt(300), 40)
+    request = engine_request("a", toy_prompt(300), 40)
     records = begin(engine, request, 1)
     engine.admission.resume(request.key, time.monotonic())
     finish(engine, records, request)
@@ -167,7 +167,7 @@ def test_a_key_that_was_resumed_and_had_not_parked_has_the_deadline_of_who_reads
 
 
 def test_deadlines_of_what_is_resumed_again_and_again_take_no_more_and_more():
-    engine, request = toy_engine(), engine_request("a", prompt(70), 40)
+    engine, request = toy_engine(), engine_request("a", toy_prompt(70), 40)
     engine.submit(request)
     groups, group = engine.lifecycle.groups, engine.lifecycle.groups[request.key]
     for number in range(2000):
@@ -179,21 +179,21 @@ def test_deadlines_of_what_is_resumed_again_and_again_take_no_more_and_more():
 
 def test_a_failed_step_ends_what_is_parked_too():
     engine = toy_engine()
-    request = engine_request("a", prompt(70), 40)
+    request = engine_request("a", toy_prompt(70), 40)
     records = begin(engine, request, 5)
     engine.admission.park(request.key)
     records.take(engine.step())
     records.take(engine.fail("broken"))
     assert records[request.key].ended.error == "failed"
     engine.check_integrity()
-    check(run_to_end(engine, [again := engine_request("b", prompt(70), 20)]), [again])
+    check_answers(run_to_end(engine, [again := engine_request("b", toy_prompt(70), 20)]), [again])
 
 
 @pytest.mark.parametrize("seed", range(6))
 def test_at_random_moments_among_others(seed):
     rng, engine = random.Random(seed), toy_engine(num_blocks=96, max_model_len=512, max_num_seqs=8)
     requests = [
-        engine_request(f"r{i}", prompt(rng.randrange(20, 90), i), rng.randrange(20, 120), n=rng.choice((1, 1, 2)),
+        engine_request(f"r{i}", toy_prompt(rng.randrange(20, 90), i), rng.randrange(20, 120), n=rng.choice((1, 1, 2)),
                      temperature=1.0, seed=i)
         for i in range(5)
     ]  # fmt: skip
@@ -213,5 +213,5 @@ def test_at_random_moments_among_others(seed):
             engine.admission.park(key)
         records.take(engine.step())
         engine.check_integrity()
-    check(records, requests)
+    check_answers(records, requests)
     assert engine.ledger.num_available == 96

@@ -3,20 +3,19 @@
 import pytest
 
 from baton.engine.core.request import Key
-from tests.engine.schedule.test_scheduling import prompt
 from tests.support.engine.collector import Collector
 from tests.support.engine.handover import copy_kv
-from tests.support.engine.toy_engine import engine_request, toy_answer, toy_engine
+from tests.support.engine.toy_engine import engine_request, toy_answer, toy_engine, toy_prompt
 
 
 def cached_elsewhere(num_tokens: int):
     """An engine that has the first tokens of a prompt in its cache, and the prompt's longer sequel."""
-    holder, first = toy_engine(), engine_request("first", prompt(num_tokens))
+    holder, first = toy_engine(), engine_request("first", toy_prompt(num_tokens))
     collector = Collector()
     holder.submit(first)
     while holder.has_work():
         collector.take(holder.step())
-    return holder, engine_request("second", prompt(num_tokens + 70))
+    return holder, engine_request("second", toy_prompt(num_tokens + 70))
 
 
 def test_only_the_rest_is_computed():

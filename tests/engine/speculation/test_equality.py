@@ -6,65 +6,22 @@ from dataclasses import replace
 import pytest
 
 from baton.engine import native
-from baton.engine.core.request import Refusal, Speculation
+from baton.engine.core.request import Speculation
 from baton.engine.execute import multi_step
 from tests.support.engine.collector import Collector, run_to_end
 from tests.support.engine.handover import check_handed_over, hand_over
+from tests.support.engine.serving import REPETITIVE, check_empty, check_same, num_accepted, serve
 from tests.support.engine.toy_engine import engine_request
-from tests.support.model_folders.draft_models import load, make_folders, mixed
+from tests.support.model_folders.draft_models import load_draftable, make_target_and_draft, mixed_requests
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    return make_folders(tmp_path_factory.mktemp("speculation"))
-
-
-def serve(engine, requests, chance: random.Random | None = None, cancel: float = 0.0) -> tuple[Collector, set]:
-    """Submits as the engine takes them; integrity is looked at now and then. Returns records and what was cancelled."""
-    records, cancelled = Collector(), set()
-    chance = chance or random.Random(0)
-    for request in requests:
-        while True:
-            try:
-                engine.submit(request)
-                break
-            except Refusal:
-                records.take(engine.step())
-        if chance.random() < 0.2:
-            records.take(engine.step())
-            engine.check_integrity()
-        if chance.random() < cancel:
-            engine.cancel(request.key)
-            cancelled.add(request.key)
-    while engine.has_work():
-        records.take(engine.step())
-    engine.step()
-    check_empty(engine)
-    return records, cancelled
-
-
-def check_empty(engine) -> None:
-    """The ledger at zero, and nothing left at any proposer."""
-    engine.check_integrity()
-    assert engine.ledger.num_available == engine.num_blocks and engine.ledger.num_reserved == 0
-    for proposer in engine.speculator.proposers.values():
-        if proposer.name == "draft":
-            assert proposer.num_free_blocks == proposer.pool.num_blocks
-
-
-def check_same(records: Collector, plain: Collector, keys) -> None:
-    for key in keys:
-        assert records[key].answer() == plain[key].answer(), key
-        assert records[key].logprobs == plain[key].logprobs, f"{key}: logprobs differ in their bits"
-
-
-def num_accepted(engine) -> int:
-    return engine.load_report().num_accepted_tokens
+    return make_target_and_draft(tmp_path_factory.mktemp("speculation"))
 
 
 # A random model seldom repeats itself, unless few tokens are allowed.
 LOOKUPS = ("ngram", "suffix")  # which need no model
-REPETITIVE = dict(logit_bias=tuple((token_id, 25.0) for token_id in range(3)))
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
@@ -72,10 +29,10 @@ REPETITIVE = dict(logit_bias=tuple((token_id, 25.0) for token_id in range(3)))
 @pytest.mark.parametrize("width", [3, 8])
 def test_mixed_batches(folders, dtype, name, width):
     target, draft = folders
-    requests = mixed(60, seed=width, **({} if name == "draft" else REPETITIVE))
-    plain, _ = serve(load(target, dtype=dtype), requests)
+    requests = mixed_requests(60, seed=width, **({} if name == "draft" else REPETITIVE))
+    plain, _ = serve(load_draftable(target, dtype=dtype), requests)
     options = dict(speculator=name) | ({} if name in LOOKUPS else {"draft_model": draft})
-    engine = load(target, dtype=dtype, num_draft_tokens=width, **options)
+    engine = load_draftable(target, dtype=dtype, num_draft_tokens=width, **options)
     some = [replace(r, speculation=Speculation("off")) if i % 7 == 0 else r for i, r in enumerate(requests)]
     records, _ = serve(engine, some)
     check_same(records, plain, plain)
@@ -85,17 +42,17 @@ def test_mixed_batches(folders, dtype, name, width):
 
 def test_adaptive_width(folders):
     target, draft = folders
-    requests = mixed(60, max_tokens=60, seed=1)
-    plain, _ = serve(load(target), requests)
-    engine = load(target, speculator="auto", draft_model=draft)
+    requests = mixed_requests(60, max_tokens=60, seed=1)
+    plain, _ = serve(load_draftable(target), requests)
+    engine = load_draftable(target, speculator="auto", draft_model=draft)
     check_same(serve(engine, requests)[0], plain, plain)
 
 
 def test_a_draft_that_is_the_target_is_always_right(folders):
     """Its KV of prompt and output is what it must be: greedy and seeded, beyond its window too."""
     target, _ = folders
-    requests = mixed(10, max_tokens=80, seed=2, stop_token_ids=frozenset())
-    engine = load(target, speculator="draft", draft_model=target, num_draft_tokens=5)
+    requests = mixed_requests(10, max_tokens=80, seed=2, stop_token_ids=frozenset())
+    engine = load_draftable(target, speculator="draft", draft_model=target, num_draft_tokens=5)
     serve(engine, requests)
     counts = engine.speculator.counts["draft"]
     assert counts.num_drafts > 50
@@ -105,10 +62,12 @@ def test_a_draft_that_is_the_target_is_always_right(folders):
 @pytest.mark.parametrize("name", ["draft", "auto"])
 def test_preempted_sequences_are_speculated_alike(folders, name):
     target, draft = folders
-    requests = mixed(16, max_tokens=150, seed=3)
+    requests = mixed_requests(16, max_tokens=150, seed=3)
     requests = [replace(request, max_tokens=150, stop_token_ids=frozenset()) for request in requests]
-    plain, _ = serve(load(target), requests)
-    engine = load(target, speculator=name, draft_model=draft, num_draft_tokens=6, num_blocks=40, max_num_seqs=6)
+    plain, _ = serve(load_draftable(target), requests)
+    engine = load_draftable(
+        target, speculator=name, draft_model=draft, num_draft_tokens=6, num_blocks=40, max_num_seqs=6
+    )
     records, _ = serve(engine, requests)
     assert sum(record.ended.report.num_preemptions for record in records.values()) > 2
     assert num_accepted(engine) > 100
@@ -117,9 +76,9 @@ def test_preempted_sequences_are_speculated_alike(folders, name):
 
 def test_prefix_cache_and_the_next_turn(folders):
     target, draft = folders
-    requests = [replace(r, max_tokens=90, stop_token_ids=frozenset()) for r in mixed(8, seed=4)]
-    engine = load(target, speculator="draft", draft_model=draft, num_draft_tokens=4)
-    plain_engine = load(target)
+    requests = [replace(r, max_tokens=90, stop_token_ids=frozenset()) for r in mixed_requests(8, seed=4)]
+    engine = load_draftable(target, speculator="draft", draft_model=draft, num_draft_tokens=4)
+    plain_engine = load_draftable(target)
     plain, _ = serve(plain_engine, requests)
     check_same(serve(engine, requests)[0], plain, plain)
     turns = [
@@ -127,16 +86,16 @@ def test_prefix_cache_and_the_next_turn(folders):
         for index, request in enumerate(requests)
     ]
     again, _ = serve(engine, turns)
-    fresh, _ = serve(load(target), turns)
+    fresh, _ = serve(load_draftable(target), turns)
     check_same(again, fresh, fresh)
     assert all(again[turn.key].first.num_cached_tokens >= 64 for turn in turns)
 
 
 def test_cancels_leave_nothing_behind(folders):
     target, draft = folders
-    requests = mixed(60, max_tokens=50, seed=5)
-    plain, _ = serve(load(target), requests)
-    engine = load(target, speculator="auto", draft_model=draft, num_draft_tokens=7)
+    requests = mixed_requests(60, max_tokens=50, seed=5)
+    plain, _ = serve(load_draftable(target), requests)
+    engine = load_draftable(target, speculator="auto", draft_model=draft, num_draft_tokens=7)
     records, cancelled = serve(engine, requests, random.Random(1), cancel=0.4)
     assert cancelled
     check_same(records, plain, set(plain) - cancelled)
@@ -145,10 +104,10 @@ def test_cancels_leave_nothing_behind(folders):
 def test_split_equals_whole(folders):
     """The prefill side knows nothing of speculation, and what is proposed on the decode side does not know of it."""
     target, draft = folders
-    requests = mixed(40, seed=6)
-    plain, _ = serve(load(target), requests)
-    decode = load(target, speculator="draft", draft_model=draft, num_draft_tokens=5)
-    firsts, rest = hand_over(load(target), decode, requests)
+    requests = mixed_requests(40, seed=6)
+    plain, _ = serve(load_draftable(target), requests)
+    decode = load_draftable(target, speculator="draft", draft_model=draft, num_draft_tokens=5)
+    firsts, rest = hand_over(load_draftable(target), decode, requests)
     decode.step()
     check_empty(decode)
     for request in requests:
@@ -158,8 +117,8 @@ def test_split_equals_whole(folders):
 
 def test_a_migrated_request_goes_on_with_speculation(folders):
     target, draft = folders
-    requests = [replace(r, max_tokens=40) for r in mixed(20, seed=7) if r.sampling.n == 1]
-    plain, _ = serve(load(target), requests)
+    requests = [replace(r, max_tokens=40) for r in mixed_requests(20, seed=7) if r.sampling.n == 1]
+    plain, _ = serve(load_draftable(target), requests)
     moved = []
     for request in requests:
         made = plain[request.key].tokens[0]
@@ -170,7 +129,7 @@ def test_a_migrated_request_goes_on_with_speculation(folders):
                         sampling=request.sampling, max_tokens=40, min_tokens=request.min_tokens,
                         stop_token_ids=request.stop_token_ids)
             )  # fmt: skip
-    engine = load(target, speculator="draft", draft_model=draft, num_draft_tokens=5)
+    engine = load_draftable(target, speculator="draft", draft_model=draft, num_draft_tokens=5)
     records = Collector(first_index=8)
     run_to_end(engine, moved, records)
     assert moved
@@ -181,9 +140,9 @@ def test_a_migrated_request_goes_on_with_speculation(folders):
 def test_parked_and_resumed(folders):
     """In mid-answer, again and again: what a proposer kept goes, and comes back from the tokens."""
     target, draft = folders
-    requests = [replace(r, max_tokens=60) for r in mixed(12, seed=9)]
-    plain, _ = serve(load(target), requests)
-    engine = load(target, speculator="auto", draft_model=draft, num_draft_tokens=4)
+    requests = [replace(r, max_tokens=60) for r in mixed_requests(12, seed=9)]
+    plain, _ = serve(load_draftable(target), requests)
+    engine = load_draftable(target, speculator="auto", draft_model=draft, num_draft_tokens=4)
     records, chance = Collector(), random.Random(0)
     for request in requests:
         engine.submit(request)
@@ -209,10 +168,10 @@ def test_parked_and_resumed(folders):
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_a_thousand_prompts(folders, dtype):
     target, draft = folders
-    requests = mixed(1000, max_tokens=48, seed=8)
-    plain, _ = serve(load(target, dtype=dtype), requests)
+    requests = mixed_requests(1000, max_tokens=48, seed=8)
+    plain, _ = serve(load_draftable(target, dtype=dtype), requests)
     for options in (dict(num_draft_tokens=5), dict()):
-        engine = load(target, dtype=dtype, speculator="auto", draft_model=draft, **options)
+        engine = load_draftable(target, dtype=dtype, speculator="auto", draft_model=draft, **options)
         check_same(serve(engine, requests)[0], plain, plain)
 
 
@@ -223,8 +182,10 @@ def test_what_proposes_nothing_leaves_calls_of_several_steps(folders, monkeypatc
     monkeypatch.setattr(multi_step, "BUDGET_NS", 10**15)
     target, draft = folders
     requests = [engine_request(str(n), [n + 3, 7, 9], 200, temperature=1.0, seed=n, named=False) for n in range(3)]
-    plain = load(target, dtype="fp32")
-    engine = load(target, dtype="fp32", speculator=name, **({} if name == "ngram" else {"draft_model": draft}))
+    plain = load_draftable(target, dtype="fp32")
+    engine = load_draftable(
+        target, dtype="fp32", speculator=name, **({} if name == "ngram" else {"draft_model": draft})
+    )
     monkeypatch.setattr(type(engine.speculator.controller), "_best_width", lambda *arguments: 0)  # nothing pays
     expected, records = run_to_end(plain, requests), run_to_end(engine, requests)
     check_same(records, expected, expected)

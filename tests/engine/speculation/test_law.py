@@ -6,7 +6,7 @@ from transformers import LlamaForCausalLM
 
 from baton.engine.core.request import PrefillDone, TokenRun
 from tests.support.engine.toy_engine import engine_request
-from tests.support.model_folders.draft_models import VOCAB, load, make_folders
+from tests.support.model_folders.draft_models import DRAFT_VOCAB, load_draftable, make_target_and_draft
 
 PROMPT = [5, 17, 40]
 SETTINGS = {
@@ -24,7 +24,7 @@ MIN_EXPECTED = 10.0
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    return make_folders(tmp_path_factory.mktemp("law"), noise=0.1)
+    return make_target_and_draft(tmp_path_factory.mktemp("law"), noise=0.1)
 
 
 def probabilities(logits: torch.Tensor, outputs: torch.Tensor, options: dict) -> torch.Tensor:
@@ -62,17 +62,17 @@ def exact(folder, options: dict) -> torch.Tensor:
         with torch.no_grad():
             logits = torch.cat([model(part).logits[:, -1] for part in ids.split(1024)])
         law = (law.unsqueeze(1) * probabilities(logits, outputs, options)).view(-1)
-        following = torch.arange(VOCAB).repeat(len(outputs)).unsqueeze(1)
-        outputs = torch.cat([outputs.repeat_interleave(VOCAB, 0), following], 1)
-    return law.view(VOCAB, VOCAB, VOCAB)
+        following = torch.arange(DRAFT_VOCAB).repeat(len(outputs)).unsqueeze(1)
+        outputs = torch.cat([outputs.repeat_interleave(DRAFT_VOCAB, 0), following], 1)
+    return law.view(DRAFT_VOCAB, DRAFT_VOCAB, DRAFT_VOCAB)
 
 
 def sample(folders, options: dict, num_samples: int, first_seed: int) -> tuple[torch.Tensor, float]:
     """Counts int64 [VOCAB, VOCAB, VOCAB] of three tokens through submit, and the share of proposals accepted."""
     target, draft = folders
     limits = dict(max_num_seqs=CHOICES, max_num_batched_tokens=4 * CHOICES, num_blocks=2 * CHOICES)
-    engine = load(target, speculator="draft", draft_model=draft, num_draft_tokens=2, **limits)
-    counts = torch.zeros(VOCAB**3, dtype=torch.int64)
+    engine = load_draftable(target, speculator="draft", draft_model=draft, num_draft_tokens=2, **limits)
+    counts = torch.zeros(DRAFT_VOCAB**3, dtype=torch.int64)
     for seed in range(-(-num_samples // CHOICES)):
         made = {}
         engine.submit(engine_request(f"s{seed}", PROMPT, 4, n=CHOICES, seed=first_seed + seed, **options))
@@ -83,10 +83,14 @@ def sample(folders, options: dict, num_samples: int, first_seed: int) -> tuple[t
                 elif isinstance(output, TokenRun):
                     made[output.choice] += output.token_ids
         assert len(made) == CHOICES and all(len(tokens) == 4 for tokens in made.values())
-        codes = torch.tensor([tokens[:3] for tokens in made.values()]) @ torch.tensor([VOCAB * VOCAB, VOCAB, 1])
-        counts += codes.bincount(minlength=VOCAB**3)
+        codes = torch.tensor([tokens[:3] for tokens in made.values()]) @ torch.tensor(
+            [DRAFT_VOCAB * DRAFT_VOCAB, DRAFT_VOCAB, 1]
+        )
+        counts += codes.bincount(minlength=DRAFT_VOCAB**3)
     load_report = engine.load_report()
-    return counts.view(VOCAB, VOCAB, VOCAB), load_report.num_accepted_tokens / load_report.num_draft_tokens
+    return counts.view(
+        DRAFT_VOCAB, DRAFT_VOCAB, DRAFT_VOCAB
+    ), load_report.num_accepted_tokens / load_report.num_draft_tokens
 
 
 def p_value(counts: torch.Tensor, law: torch.Tensor) -> float:
@@ -132,10 +136,10 @@ def test_three_tokens_of_a_hundred_thousand_samples(folders, name):
 
 
 def test_the_statistic_sees_a_wrong_law():
-    law = torch.rand(VOCAB, VOCAB, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    law = torch.rand(DRAFT_VOCAB, DRAFT_VOCAB, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     law /= law.sum()
     draw = torch.multinomial(law.view(-1), 100_000, True, generator=torch.Generator().manual_seed(1))
-    counts = draw.bincount(minlength=VOCAB * VOCAB).view(VOCAB, VOCAB)
+    counts = draw.bincount(minlength=DRAFT_VOCAB * DRAFT_VOCAB).view(DRAFT_VOCAB, DRAFT_VOCAB)
     assert p_value(counts, law) > 1e-4
     wrong = law.clone()
     wrong[:, :8] *= 1.3

@@ -18,14 +18,13 @@ from baton.engine.speculation.proposers.proposer import Draftee, DraftRequest
 from baton.engine.start_line import start_line
 from tests.support.engine.collector import Collector, run_to_end
 from tests.support.engine.forced import ForcedProposer, answers_of
-from tests.support.engine.toy_engine import VOCAB as TOY_VOCAB
-from tests.support.engine.toy_engine import engine_request, toy_answer, toy_engine
-from tests.support.model_folders.draft_models import VOCAB, load, make_folders, mixed
+from tests.support.engine.toy_engine import TOY_VOCAB, engine_request, toy_answer, toy_engine
+from tests.support.model_folders.draft_models import DRAFT_VOCAB, load_draftable, make_target_and_draft, mixed_requests
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    return make_folders(tmp_path_factory.mktemp("proposers"))
+    return make_target_and_draft(tmp_path_factory.mktemp("proposers"))
 
 
 class Watching(ForcedProposer):
@@ -58,11 +57,11 @@ def hidden_of(engine, token_ids) -> torch.Tensor:
 
 
 def test_hidden_rows_are_those_of_their_positions(folders):
-    prompts = [[(7 * index + j * j) % VOCAB for j in range(20 + 9 * index)] for index in range(5)]
+    prompts = [[(7 * index + j * j) % DRAFT_VOCAB for j in range(20 + 9 * index)] for index in range(5)]
     requests = [engine_request(f"r{index}", tokens, 40, n=1 + index % 2) for index, tokens in enumerate(prompts)]
-    plain = run_to_end(load(folders[0]), requests)
-    proposer = Watching(answers_of(plain), 0.7, VOCAB)
-    engine = load(folders[0], proposers=[proposer], speculator="auto", num_draft_tokens=4)
+    plain = run_to_end(load_draftable(folders[0]), requests)
+    proposer = Watching(answers_of(plain), 0.7, DRAFT_VOCAB)
+    engine = load_draftable(folders[0], proposers=[proposer], speculator="auto", num_draft_tokens=4)
     records = run_to_end(engine, requests)
     engine.step()
     assert not proposer.live and not engine.speculator.wants_hidden
@@ -81,9 +80,9 @@ def test_hidden_rows_are_those_of_their_positions(folders):
 def test_nothing_is_kept_for_a_proposer_whose_try_is_over(folders):
     """One that follows hidden states would make each step of its rest a call of its own."""
     requests = [engine_request(f"r{index}", [1 + index, 2, 3], 400, named=False) for index in range(3)]
-    plain = run_to_end(load(folders[0]), requests)
-    proposer = Watching(answers_of(plain), 0.0, VOCAB)
-    engine = load(folders[0], proposers=[proposer], speculator="auto")
+    plain = run_to_end(load_draftable(folders[0]), requests)
+    proposer = Watching(answers_of(plain), 0.0, DRAFT_VOCAB)
+    engine = load_draftable(folders[0], proposers=[proposer], speculator="auto")
     controller, num_kept = engine.speculator.controller, 0  # steps running
     for request in requests:
         engine.submit(request)
@@ -109,7 +108,7 @@ def test_a_proposer_that_is_clearly_worse_leaves_a_sequence_to_the_one_behind_it
 
 def test_a_request_may_name_a_proposer_or_none(folders):
     target, draft = folders
-    engine = load(target, speculator="auto", draft_model=draft, num_draft_tokens=3)
+    engine = load_draftable(target, speculator="auto", draft_model=draft, num_draft_tokens=3)
     assert list(engine.speculator.proposers) == ["ngram", "draft"]
     tokens = [1, 2, 3, 4, 5, 6, 7, 8] * 6
     asked = {
@@ -127,18 +126,18 @@ def test_a_request_may_name_a_proposer_or_none(folders):
 
 def test_the_start_line_says_what_speculates_and_what_it_takes(folders):
     target, draft = folders
-    engine = load(target, speculator="auto", draft_model=draft)
+    engine = load_draftable(target, speculator="auto", draft_model=draft)
     assert "speculation by ngram, draft, as many tokens as pay (" in start_line(engine)
     assert engine.speculator.num_bytes > draft.joinpath("model.safetensors").stat().st_size
-    assert "speculation" not in start_line(load(target))
+    assert "speculation" not in start_line(load_draftable(target))
 
 
 def test_a_draft_reads_a_long_prompt_chunk_by_chunk(folders):
     target, draft = folders
-    engine = load(target, speculator="draft", draft_model=draft, num_draft_tokens=4)
+    engine = load_draftable(target, speculator="draft", draft_model=draft, num_draft_tokens=4)
     proposer = engine.speculator.proposers["draft"]
     chance = random.Random(0)
-    draftee = Draftee(engine_request("a", [1] * 300, 9), 0, [chance.randrange(VOCAB) for _ in range(300)])
+    draftee = Draftee(engine_request("a", [1] * 300, 9), 0, [chance.randrange(DRAFT_VOCAB) for _ in range(300)])
     proposer.open(draftee)
     assert draftee.state.begin == 300 - min(WINDOW_TOKENS, 512 // 2)
     assert proposer.propose([DraftRequest(draftee, 4)]) == [[]]
@@ -165,10 +164,10 @@ def test_guesses_that_were_not_verified_are_judged_by_what_came():
 def test_a_draft_without_room_proposes_nothing(folders):
     """A sequence decodes plainly while the draft's pool is full."""
     target, draft = folders
-    requests = mixed(20, max_tokens=30, seed=9)
+    requests = mixed_requests(20, max_tokens=30, seed=9)
     plain, records = Collector(), Collector()
-    run_to_end(load(target), requests, plain)
-    engine = load(target, speculator="draft", draft_model=draft, num_draft_tokens=4)
+    run_to_end(load_draftable(target), requests, plain)
+    engine = load_draftable(target, speculator="draft", draft_model=draft, num_draft_tokens=4)
     proposer = engine.speculator.proposers["draft"]
     del proposer._free[6:]
     run_to_end(engine, requests, records)
@@ -188,20 +187,20 @@ def changed(folder, path, **config):
 def test_what_does_not_fit_is_refused_at_start(folders, tmp_path):
     target, draft = folders
     with pytest.raises(ValueError, match="a vocabulary of 128, the model's is 64; give a draft with the same"):
-        load(target, speculator="draft", draft_model=changed(draft, tmp_path / "vocabulary", vocab_size=128))
+        load_draftable(target, speculator="draft", draft_model=changed(draft, tmp_path / "vocabulary", vocab_size=128))
     with pytest.raises(ValueError, match="million parameters, the model has .*a draft must be smaller"):
-        load(target, speculator="draft", draft_model=changed(draft, tmp_path / "larger", num_hidden_layers=4))
+        load_draftable(target, speculator="draft", draft_model=changed(draft, tmp_path / "larger", num_hidden_layers=4))
     with pytest.raises(ModelError, match="config.json: no such file"):
-        load(target, speculator="draft", draft_model=tmp_path / "nowhere")
+        load_draftable(target, speculator="draft", draft_model=tmp_path / "nowhere")
     with pytest.raises(ModelError, match="speculator 'oracle': one of draft, medusa, eagle"):
-        load(target, speculator="auto", draft_model=changed(draft, tmp_path / "oracle", speculator="oracle"))
+        load_draftable(target, speculator="auto", draft_model=changed(draft, tmp_path / "oracle", speculator="oracle"))
     with pytest.raises(ValueError, match="speculator eagle: .* holds what draft needs"):
-        load(target, speculator="eagle", draft_model=draft)
+        load_draftable(target, speculator="eagle", draft_model=draft)
     ours, theirs = changed(target, tmp_path / "ours"), changed(draft, tmp_path / "theirs")
     (ours / "tokenizer.json").write_text("{}")
     (theirs / "tokenizer.json").write_text("{ }")
     with pytest.raises(ValueError, match="another tokenizer.json than the model's"):
-        load(ours, speculator="draft", draft_model=theirs)
+        load_draftable(ours, speculator="draft", draft_model=theirs)
 
 
 @pytest.mark.parametrize(

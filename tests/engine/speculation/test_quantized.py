@@ -2,16 +2,19 @@
 
 import pytest
 
-from tests.engine.speculation.test_equality import REPETITIVE, check_same, num_accepted, serve
-from tests.support.model_folders.draft_models import load, make_folders, mixed
+from tests.support.engine.serving import REPETITIVE, check_same, num_accepted, serve
+from tests.support.model_folders.draft_models import load_draftable, make_target_and_draft, mixed_requests
 
 
 @pytest.mark.parametrize(("quantization", "kv_dtype"), [("int8", "int8"), ("int4-g32", "int4")])
 def test_same_tokens_as_unspeculated(tmp_path, quantization, kv_dtype):
-    target, _ = make_folders(tmp_path)
-    options, requests = dict(dtype="bf16", quantization=quantization, kv_dtype=kv_dtype), mixed(24, **REPETITIVE)
-    plain, _ = serve(load(target, **options), requests)
-    engine = load(target, speculator="ngram", num_draft_tokens=4, **options)
+    target, _ = make_target_and_draft(tmp_path)
+    options, requests = (
+        dict(dtype="bf16", quantization=quantization, kv_dtype=kv_dtype),
+        mixed_requests(24, **REPETITIVE),
+    )
+    plain, _ = serve(load_draftable(target, **options), requests)
+    engine = load_draftable(target, speculator="ngram", num_draft_tokens=4, **options)
     records, _ = serve(engine, requests)
     check_same(records, plain, plain)
     assert num_accepted(engine) > 10

@@ -7,10 +7,10 @@ import pytest
 
 from baton.engine.core.request import FinishReason, Refusal, Speculation
 from baton.engine.speculation.control.controller import NUM_COLD_STEPS, PLAIN_RUN
-from tests.engine.schedule.test_scheduling import check, prompt
 from tests.support.engine.collector import Collector, run_to_end
 from tests.support.engine.forced import ForcedProposer
-from tests.support.engine.toy_engine import VOCAB, engine_request, toy_answer, toy_engine
+from tests.support.engine.serving import check_answers
+from tests.support.engine.toy_engine import TOY_VOCAB, engine_request, toy_answer, toy_engine, toy_prompt
 
 
 def forced(requests, probability: float) -> ForcedProposer:
@@ -19,7 +19,7 @@ def forced(requests, probability: float) -> ForcedProposer:
         for request in requests
         for choice, (tokens, _) in toy_answer(request).items()
     }
-    return ForcedProposer(answers, probability, VOCAB)
+    return ForcedProposer(answers, probability, TOY_VOCAB)
 
 
 @pytest.mark.parametrize("block_size", [16, 64])
@@ -27,18 +27,18 @@ def forced(requests, probability: float) -> ForcedProposer:
 @pytest.mark.parametrize("width", [1, 3, 16])
 def test_tokens_are_those_of_plain_decoding(block_size, probability, width):
     requests = [
-        engine_request("greedy", prompt(63), 70),
-        engine_request("sampled", prompt(30, 2), 70, temperature=1.0, seed=5),
-        engine_request("filtered", prompt(64, 3), 70, temperature=0.8, top_k=20, top_p=0.9, seed=6),
-        engine_request("choices", prompt(100, 4), 50, n=3, temperature=1.2, seed=7),
-        engine_request("plain", prompt(40, 5), 50, speculation=Speculation("off")),
-        engine_request("narrow", prompt(20, 6), 50, speculation=Speculation(num_tokens=2)),
+        engine_request("greedy", toy_prompt(63), 70),
+        engine_request("sampled", toy_prompt(30, 2), 70, temperature=1.0, seed=5),
+        engine_request("filtered", toy_prompt(64, 3), 70, temperature=0.8, top_k=20, top_p=0.9, seed=6),
+        engine_request("choices", toy_prompt(100, 4), 50, n=3, temperature=1.2, seed=7),
+        engine_request("plain", toy_prompt(40, 5), 50, speculation=Speculation("off")),
+        engine_request("narrow", toy_prompt(20, 6), 50, speculation=Speculation(num_tokens=2)),
     ]
     proposer = forced(requests, probability)
     options = dict(block_size=block_size, num_blocks=4096 // block_size, max_num_seqs=8, num_draft_tokens=width)
     engine = toy_engine(proposer, speculator="auto", max_num_batched_tokens=256, **options)
     records = run_to_end(engine, requests)
-    check(records, requests)
+    check_answers(records, requests)
     report = records[requests[0].key].ended.report
     assert report.num_draft_tokens >= report.num_accepted_tokens
     assert len(report.proposed_by_position) == len(report.accepted_by_position) <= width
@@ -60,12 +60,12 @@ def test_tokens_are_those_of_plain_decoding(block_size, probability, width):
 
 @pytest.mark.parametrize("position", [1, 4, 5, 8, 9])
 def test_a_stop_inside_an_accepted_run_cuts_it(position):
-    plain = engine_request("a", prompt(40), 30)
+    plain = engine_request("a", toy_prompt(40), 30)
     tokens = toy_answer(plain)[0][0]
-    stopped = engine_request("a", prompt(40), 30, stop_token_ids=frozenset([tokens[position]]))
+    stopped = engine_request("a", toy_prompt(40), 30, stop_token_ids=frozenset([tokens[position]]))
     engine = toy_engine(forced([plain], 1.0), speculator="auto", num_draft_tokens=4)
     records = run_to_end(engine, [stopped])
-    check(records, [stopped])
+    check_answers(records, [stopped])
     first = tokens.index(tokens[position])
     assert records[stopped.key].answer()[0] == (tokens[: first + 1], FinishReason.STOP)
     report = records[stopped.key].ended.report
@@ -73,23 +73,23 @@ def test_a_stop_inside_an_accepted_run_cuts_it(position):
 
 
 def test_min_tokens_and_max_tokens_inside_a_run():
-    plain = engine_request("a", prompt(40), 40)
+    plain = engine_request("a", toy_prompt(40), 40)
     tokens = toy_answer(plain)[0][0]
     stop = frozenset(tokens[2:4])
     for min_tokens in (0, 3, 6, 17):
-        request = engine_request("a", prompt(40), 20, stop_token_ids=stop, min_tokens=min_tokens)
+        request = engine_request("a", toy_prompt(40), 20, stop_token_ids=stop, min_tokens=min_tokens)
         engine = toy_engine(forced([request], 1.0), speculator="auto", num_draft_tokens=7)
-        check(run_to_end(engine, [request]), [request])
+        check_answers(run_to_end(engine, [request]), [request])
     for max_tokens in range(1, 12):
-        request = engine_request("a", prompt(40), max_tokens)
+        request = engine_request("a", toy_prompt(40), max_tokens)
         engine = toy_engine(forced([plain], 1.0), speculator="auto", num_draft_tokens=4)
         records = run_to_end(engine, [request])
-        check(records, [request])
+        check_answers(records, [request])
         assert len(records[request.key].tokens[0]) == max_tokens
 
 
 def test_a_run_goes_to_the_last_position():
-    request = engine_request("a", prompt(75), max_tokens=5)
+    request = engine_request("a", toy_prompt(75), max_tokens=5)
     engine = toy_engine(forced([request], 1.0), speculator="auto", num_draft_tokens=16, num_blocks=5, max_model_len=80)
     records = run_to_end(engine, [request])
     assert records[request.key].answer() == toy_answer(request)
@@ -99,14 +99,14 @@ def test_a_run_goes_to_the_last_position():
 @pytest.mark.parametrize("states", [{}, dict(num_states=8, checkpoint_tokens=64)])
 def test_what_was_accepted_is_sealed_and_what_was_not_is_not(probability, states):
     """Where a state is kept no step goes past its place: it would stand elsewhere."""
-    request = engine_request("a", prompt(100), 60)
+    request = engine_request("a", toy_prompt(100), 60)
     engine = toy_engine(forced([request], probability), speculator="auto", num_draft_tokens=5, **states)
     answer = run_to_end(engine, [request])[request.key].answer()[0][0]
     engine.speculator.proposers.clear()
     following = engine_request("b", [*request.token_ids, *answer, 5, 6, 7])
     records = run_to_end(engine, [following])
     assert records[following.key].first.num_cached_tokens == 128
-    check(records, [following])
+    check_answers(records, [following])
 
 
 def watch_room(engine) -> None:
@@ -128,9 +128,9 @@ def test_random_load_on_a_small_pool_with_cancels(seed):
     """Everything at once; integrity after every step, no sequence is preempted for a guess of another."""
     chance = random.Random(seed)
     block_size = chance.choice([16, 32, 64])
-    shared, requests = prompt(150, seed), []
+    shared, requests = toy_prompt(150, seed), []
     for index in range(12):
-        tokens = shared[: chance.choice([0, 64, 100, 140])] + prompt(chance.randint(1, 120), seed + index)
+        tokens = shared[: chance.choice([0, 64, 100, 140])] + toy_prompt(chance.randint(1, 120), seed + index)
         requests.append(
             engine_request(
                 f"r{index}",
@@ -172,7 +172,7 @@ def test_random_load_on_a_small_pool_with_cancels(seed):
             engine.cancel(request.key)
             cancelled.add(request.key)
     run_to_end(engine, collector=records)
-    check(records, [request for request in requests if request.key not in cancelled])
+    check_answers(records, [request for request in requests if request.key not in cancelled])
     assert engine.load_report().num_accepted_tokens > 0
     engine.step()
     assert not proposer.live
@@ -186,7 +186,7 @@ def test_the_speedup_is_that_of_the_clock(monkeypatch):
     clock.monotonic = lambda: clock.now
     for module in ("engine", "execute.output_processor", "schedule.sequence"):
         monkeypatch.setattr(f"baton.engine.{module}.time", clock)
-    request = engine_request("a", prompt(40), 400)
+    request = engine_request("a", toy_prompt(40), 400)
     proposer = forced([request], 1.0)
     engine = toy_engine(proposer, speculator="auto", num_draft_tokens=4)
     engine.speculator._clock = clock.monotonic
@@ -213,7 +213,10 @@ def test_the_speedup_is_that_of_the_clock(monkeypatch):
 def test_a_request_that_wants_no_proposals_makes_those_of_others_no_dearer(wish):
     """What brings nothing is tried out of the allowance beside it too: a plain step takes 1 s, a draft 0.25 s."""
     clock = SimpleNamespace(now=0.0)
-    requests = [engine_request("plain", prompt(40), 400, speculation=wish), engine_request("free", prompt(40, 2), 400)]
+    requests = [
+        engine_request("plain", toy_prompt(40), 400, speculation=wish),
+        engine_request("free", toy_prompt(40, 2), 400),
+    ]
     proposer = forced(requests, 0.0)
     engine = toy_engine(proposer, speculator="auto")
     engine.speculator._clock = lambda: clock.now
@@ -228,12 +231,12 @@ def test_a_request_that_wants_no_proposals_makes_those_of_others_no_dearer(wish)
         return propose(asks)
 
     engine.runner.run, proposer.propose = stepping, proposing
-    check(run_to_end(engine, requests), requests)
+    check_answers(run_to_end(engine, requests), requests)
     assert 0 < engine.speculator.counts["forced"].num_drafts < 50
 
 
 def test_a_step_that_fails_leaves_nothing_open():
-    request = engine_request("a", prompt(40), 30)
+    request = engine_request("a", toy_prompt(40), 30)
     proposer = forced([request], 1.0)
     engine = toy_engine(proposer, speculator="auto", num_draft_tokens=4)
     engine.submit(request)

@@ -6,7 +6,7 @@ import torch
 from baton.engine.core.config import EngineConfig
 from baton.engine.models.loader import load_model
 from baton.engine.weights.forms import DenseWeight, IntWeight
-from tests.engine.weights.test_formats import assert_reads, assert_same_logits, read_all
+from tests.engine.weights.reading import assert_reads, assert_same_logits, read_all
 from tests.support.model_folders import quantized_folders
 
 

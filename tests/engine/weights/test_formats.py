@@ -9,35 +9,10 @@ import torch
 from baton.engine.core.config import EngineConfig
 from baton.engine.core.model_errors import ModelError
 from baton.engine.models.loader import load_model
-from baton.engine.models.registry import read_spec
-from baton.engine.weights.formats.registry import open_source
 from baton.engine.weights.forms import DenseWeight, Fp8Weight, IntWeight
+from tests.engine.weights.reading import IDS, assert_reads, assert_same_logits, read_all
 from tests.support.model_folders import quantized_folders
-from tests.support.model_folders.families import Hand, random_ids
-
-IDS = random_ids(40, 1)
-
-
-def read_all(folder, meanings, dtype=torch.float32) -> dict:
-    """Every module that has a meaning, as its folder's format reads it."""
-    spec = read_spec(folder)
-    source = open_source(folder, "auto", dtype, spec.num_heads, spec.num_kv_heads)
-    return {module: source.linear(module, *value.shape) for module, value in meanings.items()}
-
-
-def assert_reads(folder, meanings) -> dict:
-    weights = read_all(folder, meanings)
-    for module, weight in weights.items():
-        scale = meanings[module].abs().max().item()
-        torch.testing.assert_close(weight.dequantize(), meanings[module], atol=2e-6 * scale, rtol=1e-6, msg=module)
-    return weights
-
-
-def assert_same_logits(folder, model, meanings, tolerance: float = 1e-3):
-    ours = Hand(load_model(EngineConfig(folder, dtype="fp32", linear="dense"))).step({"a": IDS})["a"]
-    with torch.inference_mode():
-        theirs = quantized_folders.with_meanings(model, meanings)(torch.tensor([IDS])).logits[0]
-    torch.testing.assert_close(ours, theirs, atol=tolerance * theirs.abs().max().item(), rtol=0)
+from tests.support.model_folders.families import Hand
 
 
 @pytest.mark.parametrize(

@@ -6,9 +6,9 @@ import json
 import pytest
 from safetensors.torch import load_file, save_file
 
-from tests.engine.weights.test_compressed import INT4, write_compressed
-from tests.engine.weights.test_formats import assert_same_logits
+from tests.engine.weights.reading import assert_same_logits
 from tests.support.model_folders import quantized_folders
+from tests.support.model_folders.compressed import INT4, write_compressed
 
 WITHIN = "model.language_model."
 UP = "layers.1.mlp.up_proj"

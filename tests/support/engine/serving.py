@@ -7,6 +7,10 @@ from contextlib import suppress
 from baton.engine.core.request import Refusal, Request
 from baton.engine.engine import Engine
 from tests.support.engine.collector import Collector, Record, run_to_end
+from tests.support.engine.toy_engine import toy_answer
+
+# Options of requests whose answers repeat themselves, so that proposals from their own text are accepted.
+REPETITIVE = dict(logit_bias=tuple((token_id, 25.0) for token_id in range(3)))
 
 
 def random_lives(
@@ -41,3 +45,56 @@ def random_lives(
 def _resume_all(engine: Engine) -> None:
     for key in list(engine.admission.groups):
         engine.admission.resume(key)
+
+
+def check_answers(records: Collector, requests) -> None:
+    """Hold what a toy engine gave out against the answers that are computed without one."""
+    for request in requests:
+        record = records[request.key]
+        assert record.ended is not None and not record.ended.error, record.ended
+        assert record.answer() == toy_answer(request), request.key
+
+
+def serve(engine, requests, chance: random.Random | None = None, cancel: float = 0.0) -> tuple[Collector, set]:
+    """Submit as the engine takes them, and look at its integrity now and then. Returns records and what was
+    cancelled."""
+    records, cancelled = Collector(), set()
+    chance = chance or random.Random(0)
+    for request in requests:
+        while True:
+            try:
+                engine.submit(request)
+                break
+            except Refusal:
+                records.take(engine.step())
+        if chance.random() < 0.2:
+            records.take(engine.step())
+            engine.check_integrity()
+        if chance.random() < cancel:
+            engine.cancel(request.key)
+            cancelled.add(request.key)
+    while engine.has_work():
+        records.take(engine.step())
+    engine.step()
+    check_empty(engine)
+    return records, cancelled
+
+
+def check_empty(engine) -> None:
+    """Check that no block is in use, and that nothing is left at any proposer."""
+    engine.check_integrity()
+    assert engine.ledger.num_available == engine.num_blocks and engine.ledger.num_reserved == 0
+    for proposer in engine.speculator.proposers.values():
+        if proposer.name == "draft":
+            assert proposer.num_free_blocks == proposer.pool.num_blocks
+
+
+def check_same(records: Collector, plain: Collector, keys) -> None:
+    """Check that two engines gave out the same for these keys, logprobs bit for bit."""
+    for key in keys:
+        assert records[key].answer() == plain[key].answer(), key
+        assert records[key].logprobs == plain[key].logprobs, f"{key}: logprobs differ in their bits"
+
+
+def num_accepted(engine) -> int:
+    return engine.load_report().num_accepted_tokens

@@ -23,7 +23,7 @@ from baton.sampling_params import SamplingParams
 from kvtransfer.layout import STATE, KVGroup, KVLayout
 from kvtransfer.naming import SpanHash, chain_hashes
 
-VOCAB = 97
+TOY_VOCAB = 97
 PRIME = 1_000_003
 ROOT = SpanHash(b"root" * 8)
 
@@ -38,7 +38,7 @@ def toy_logits(token_ids: Sequence[int]) -> torch.Tensor:
 
 @lru_cache(1 << 14)
 def _logits_of(state: int) -> torch.Tensor:
-    values = (torch.arange(VOCAB, dtype=torch.int64) * 7919 + 1) * (state + 3) % PRIME
+    values = (torch.arange(TOY_VOCAB, dtype=torch.int64) * 7919 + 1) * (state + 3) % PRIME
     return values.float() / PRIME * 6
 
 
@@ -52,7 +52,11 @@ class ToyModel:
         self.fused = None
         kv_window, partial_window = (windows[-1], None) if len(windows) == 1 else (None, windows[0])
         self.spec = SimpleNamespace(
-            context=max_model_len, vocab_size=VOCAB, windows=windows, kv_window=kv_window, partial_window=partial_window
+            context=max_model_len,
+            vocab_size=TOY_VOCAB,
+            windows=windows,
+            kv_window=kv_window,
+            partial_window=partial_window,
         )
         self.before_forward = lambda batch: None
         self.batch_sizes: list[tuple[int, int]] = []  # sequences, tokens
@@ -69,7 +73,7 @@ class ToyModel:
         if pool.states is not None:
             for piece in batch.seqs:
                 fold(piece, batch.token_ids, pool)
-        found, wanted = torch.zeros(len(batch.token_ids), VOCAB), batch.logit_rows.tolist()
+        found, wanted = torch.zeros(len(batch.token_ids), TOY_VOCAB), batch.logit_rows.tolist()
         for piece in batch.seqs:
             k, _ = pool.gather(len(self.spec.windows) - 1, piece.block_ids, piece.kv_len)
             window = self.spec.windows[-1] or piece.kv_len
@@ -167,3 +171,7 @@ def toy_answer(request: Request, window: int = 1 << 30) -> dict[int, tuple[list[
                 break
         answers[choice] = (tokens[len(request.token_ids) :], reason)
     return answers
+
+
+def toy_prompt(num_tokens: int, seed: int = 1) -> list[int]:
+    return [(seed * 7919 + index * index * 31 + index) % TOY_VOCAB for index in range(num_tokens)]

@@ -11,7 +11,7 @@ from baton.engine.sampling.sampler import Sampled, Sampler, sample_row
 from baton.engine.speculation.proposers.ngram import NgramProposer
 from tests.support.engine.forced import ForcedProposer
 from tests.support.engine.late_launcher import LateLauncher
-from tests.support.engine.toy_engine import VOCAB, engine_request, toy_engine, toy_logits
+from tests.support.engine.toy_engine import TOY_VOCAB, engine_request, toy_engine, toy_logits
 from tests.support.fuzz.shrink import Plan
 from tests.support.fuzz.world import Answers, Whole
 
@@ -19,7 +19,7 @@ from tests.support.fuzz.world import Answers, Whole
 class Toy:
     """See Kind in world.py."""
 
-    vocab_size = VOCAB
+    vocab_size = TOY_VOCAB
 
     def requests(self, plan: Plan) -> list[Request]:
         return [request_of(plan, wish, self.vocab_size) for wish in plan["requests"]]
@@ -53,7 +53,7 @@ def _proposers(plan: Plan, max_num_seqs: int, answers: Answers) -> list:
         known = {
             (name, choice): whole.token_ids for name, wholes in answers.items() for choice, whole in wholes.items()
         }
-        return [ForcedProposer(known, 0.7, VOCAB)]
+        return [ForcedProposer(known, 0.7, TOY_VOCAB)]
     return []
 
 

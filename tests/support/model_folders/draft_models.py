@@ -11,12 +11,12 @@ from baton.engine.engine import Engine
 from tests.support.engine.toy_engine import engine_request
 from tests.support.model_folders.families import tiny
 
-VOCAB = 64
+DRAFT_VOCAB = 64
 
 
-def make_folders(path: Path, noise: float = 0.02) -> tuple[Path, Path]:
+def make_target_and_draft(path: Path, noise: float = 0.02) -> tuple[Path, Path]:
     """(target, draft)."""
-    model = tiny(VOCAB)
+    model = tiny(DRAFT_VOCAB)
     model.save_pretrained(path / "target")
     with torch.no_grad():
         for parameter in model.parameters():
@@ -25,7 +25,7 @@ def make_folders(path: Path, noise: float = 0.02) -> tuple[Path, Path]:
     return path / "target", path / "draft"
 
 
-def load(folder: Path, proposers=None, **options) -> Engine:
+def load_draftable(folder: Path, proposers=None, **options) -> Engine:
     defaults = dict(block_size=16, num_blocks=512, max_num_seqs=32, max_num_batched_tokens=512, threads=1)
     return Engine.load(EngineConfig(model=folder, **(defaults | options)), proposers=proposers)
 
@@ -44,18 +44,18 @@ SAMPLING = (
 )
 
 
-def mixed(count: int, max_tokens: int = 24, seed: int = 0, **more) -> list[Request]:
+def mixed_requests(count: int, max_tokens: int = 24, seed: int = 0, **more) -> list[Request]:
     """Requests with every sampling field, prompts of all lengths, many with a prefix in common, some that repeat."""
     chance = random.Random(seed)
-    shared, requests = [chance.randrange(VOCAB) for _ in range(150)], []
+    shared, requests = [chance.randrange(DRAFT_VOCAB) for _ in range(150)], []
     for index in range(count):
         tokens = shared[: chance.choice([0, 0, 64, 130])]
-        tokens += [chance.randrange(VOCAB) for _ in range(chance.randint(1, 90))]
+        tokens += [chance.randrange(DRAFT_VOCAB) for _ in range(chance.randint(1, 90))]
         if chance.random() < 0.3:
             tokens += tokens[-12:] * 2
         options = dict(SAMPLING[index % len(SAMPLING)], seed=index)
         if chance.random() < 0.3:
-            options["stop_token_ids"] = frozenset(chance.sample(range(VOCAB), 2))
+            options["stop_token_ids"] = frozenset(chance.sample(range(DRAFT_VOCAB), 2))
             options["min_tokens"] = chance.choice([0, 3, 9])
         request = engine_request(f"r{seed}-{index}", tokens, chance.randint(1, max_tokens), **(options | more))
         requests.append(request)

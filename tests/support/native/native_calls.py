@@ -173,14 +173,16 @@ def _attention() -> None:
 def _layers_and_drafts() -> None:
     import tempfile
 
-    from tests.support.model_folders.draft_models import load, make_folders, mixed
+    from tests.support.model_folders.draft_models import load_draftable, make_target_and_draft, mixed_requests
 
     with tempfile.TemporaryDirectory() as folder:
-        target, draft = make_folders(Path(folder))
+        target, draft = make_target_and_draft(Path(folder))
         for options in ({"dtype": "fp32"}, {"dtype": "bf16", "kv_dtype": "int8"}):
-            engine = load(target, num_blocks=64, speculator="draft", draft_model=draft, num_draft_tokens=2, **options)
+            engine = load_draftable(
+                target, num_blocks=64, speculator="draft", draft_model=draft, num_draft_tokens=2, **options
+            )
             for seed in range(3):
-                engine.submit(mixed(1, max_tokens=8, seed=seed)[0])  # greedy: drafted in one call
+                engine.submit(mixed_requests(1, max_tokens=8, seed=seed)[0])  # greedy: drafted in one call
             for _ in range(4):
                 engine.step()
 

@@ -18,10 +18,9 @@ from baton.worker.legs.states import LegState
 from baton.worker.wire.messages import request_of
 from kvtransfer.naming import chain_hashes
 from kvtransfer.transfer.fetcher import FetchReport
-from tests.engine.schedule.test_scheduling import prompt
 from tests.support.engine.collector import Collector
 from tests.support.engine.handover import copy_kv
-from tests.support.engine.toy_engine import ROOT, VOCAB, engine_request, toy_answer, toy_engine
+from tests.support.engine.toy_engine import ROOT, TOY_VOCAB, engine_request, toy_answer, toy_engine, toy_prompt
 from tests.support.worker.doubles import LegMachineHarness, make_spec
 
 NUM_TOKENS = 70
@@ -58,8 +57,8 @@ INTEGERS = (
     69,
     70,
     71,
-    VOCAB - 1,
-    VOCAB,
+    TOY_VOCAB - 1,
+    TOY_VOCAB,
     129,
     500,
     512,
@@ -71,7 +70,7 @@ INTEGERS = (
 
 
 def good_spec(seed: int = 1) -> pb.RequestSpec:
-    token_ids = prompt(NUM_TOKENS, seed)
+    token_ids = toy_prompt(NUM_TOKENS, seed)
     hashes = chain_hashes(ROOT, token_ids)
     spec = pb.RequestSpec(
         token_ids=token_ids, num_prompt_tokens=NUM_TOKENS, span_hashes=hashes, chain_parent=hashes[-1], max_tokens=6,
@@ -105,7 +104,7 @@ def specs(draw) -> pb.RequestSpec:
                 del message.token_ids[draw(st.integers(0, NUM_TOKENS)) :]
                 message.token_ids.extend(draw(st.lists(values, max_size=4)))
             else:
-                getattr(message, name).extend(draw(st.lists(values, max_size=VOCAB)))
+                getattr(message, name).extend(draw(st.lists(values, max_size=TOY_VOCAB)))
     for token_id, bias in draw(st.dictionaries(st.sampled_from(INTEGERS), st.sampled_from(FLOATS), max_size=3)).items():
         spec.sampling.logit_bias[token_id] = bias
     if draw(st.booleans()):
@@ -128,7 +127,7 @@ class ToyHarness(LegMachineHarness):
     def __init__(self):
         super().__init__(engine=toy_engine(num_blocks=128))
         self.records = Collector()
-        self.canary = engine_request("canary", prompt(40, 7), 12, temperature=1.0, seed=3)
+        self.canary = engine_request("canary", toy_prompt(40, 7), 12, temperature=1.0, seed=3)
         self.engine.submit(self.canary)
 
     def steps(self, count: int) -> None:
@@ -177,7 +176,7 @@ def test_any_numbers_in_a_request(caplog, spec, kind):
 
 @SETTINGS
 @given(firsts())
-@example([pb.FirstToken(choice=0, token_id=VOCAB)])
+@example([pb.FirstToken(choice=0, token_id=TOY_VOCAB)])
 @example([pb.FirstToken(choice=0, token_id=3), pb.FirstToken(choice=0, token_id=4)])
 @example([pb.FirstToken(choice=7, token_id=3)])
 def test_any_numbers_in_first_tokens(caplog, tokens):
@@ -185,7 +184,7 @@ def test_any_numbers_in_first_tokens(caplog, tokens):
         harness = ToyHarness()
         key, source = Key("bad"), toy_engine()
         harness.dispatch(admit=pb.Admit(key=ONE, spec=good_spec()))
-        acceptance = source.admission.accept(request_of(key, good_spec(), VOCAB))
+        acceptance = source.admission.accept(request_of(key, good_spec(), TOY_VOCAB))
         source.step()
         copy_kv(source, acceptance.blocks, harness.engine, harness.engine.admission.set_aside(key, NUM_TOKENS))
         harness.engine.admission.verify(key, NUM_TOKENS)
@@ -200,16 +199,16 @@ def test_any_numbers_in_first_tokens(caplog, tokens):
 
 
 @pytest.mark.parametrize("field, change", [
-    ("stop_token_ids", lambda spec: spec.stop_token_ids.append(VOCAB)),
-    ("stop_token_ids", lambda spec: spec.stop_token_ids.extend(range(VOCAB))),
-    ("logit_bias", lambda spec: spec.sampling.logit_bias.update({VOCAB: 1.0})),
+    ("stop_token_ids", lambda spec: spec.stop_token_ids.append(TOY_VOCAB)),
+    ("stop_token_ids", lambda spec: spec.stop_token_ids.extend(range(TOY_VOCAB))),
+    ("logit_bias", lambda spec: spec.sampling.logit_bias.update({TOY_VOCAB: 1.0})),
     ("logit_bias", lambda spec: spec.sampling.logit_bias.update({3: math.nan})),
-    ("token_ids", lambda spec: spec.token_ids.__setitem__(3, VOCAB)),
+    ("token_ids", lambda spec: spec.token_ids.__setitem__(3, TOY_VOCAB)),
     ("n", lambda spec: setattr(spec.sampling, "n", 2**32 - 1)),
-    ("logprobs", lambda spec: setattr(spec.sampling, "logprobs", VOCAB + 1)),
-    ("prompt_logprobs", lambda spec: setattr(spec.sampling, "prompt_logprobs", VOCAB + 1)),
+    ("logprobs", lambda spec: setattr(spec.sampling, "logprobs", TOY_VOCAB + 1)),
+    ("prompt_logprobs", lambda spec: setattr(spec.sampling, "prompt_logprobs", TOY_VOCAB + 1)),
     ("pooling", lambda spec: setattr(spec.pooling, "pooling", 9)),
-    ("label_token_ids", lambda spec: spec.pooling.label_token_ids.append(VOCAB)),
+    ("label_token_ids", lambda spec: spec.pooling.label_token_ids.append(TOY_VOCAB)),
     ("label_token_ids", lambda spec: spec.pooling.label_token_ids.extend([1] * 129)),
     ("pooling", lambda spec: (spec.pooling.SetInParent(), setattr(spec, "num_prompt_tokens", 3))),
     ("min_p", lambda spec: setattr(spec.sampling, "min_p", 1.5)),
@@ -221,10 +220,10 @@ def test_any_numbers_in_first_tokens(caplog, tokens):
 ])  # fmt: skip
 def test_what_would_fail_a_step_is_refused_by_name(field, change):
     spec = good_spec()
-    request_of(Key("good"), spec, VOCAB)
+    request_of(Key("good"), spec, TOY_VOCAB)
     change(spec)
     with pytest.raises(ValueError, match=field):
-        request_of(Key("bad"), spec, VOCAB)
+        request_of(Key("bad"), spec, TOY_VOCAB)
 
 
 async def test_the_name_of_a_key_that_goes_on_by_another_is_taken():
