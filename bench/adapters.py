@@ -29,7 +29,7 @@ from baton.training.data.tokenizer import train_tokenizer
 from baton.training.model.export import export
 from baton.training.model.llama import Llama, ModelConfig
 from bench.lib.report import Report, finish, interleave, start
-from tests.support import bare
+from tests.support import bare_engine
 
 MODEL = ModelConfig(16_384, 1_024, 4_096, num_layers=5, num_heads=16, num_kv_heads=4, head_dim=64, max_length=1_024)
 NUM_ADAPTERS, RANK, BATCH = 8, 16, 16
@@ -76,7 +76,7 @@ class Bench:
 
     def __init__(self, folder: Path):
         model = write_model(folder / "model")
-        self.engine: Engine = bare.load_engine(model, threads=NUM_THREADS, num_blocks=512, max_num_seqs=BATCH)
+        self.engine: Engine = bare_engine.load_engine(model, threads=NUM_THREADS, num_blocks=512, max_num_seqs=BATCH)
         self.identities = [
             self.engine.add_adapter(f"a{index}", write_adapter(folder / f"a{index}", index))
             for index in range(NUM_ADAPTERS)
@@ -87,11 +87,11 @@ class Bench:
         """Return wall and CPU seconds of a batch whose sequences use the adapters in turn."""
         prompts = [[self._rng.randrange(5, MODEL.vocab_size) for _ in range(PROMPT)] for _ in range(BATCH)]
         requests = [
-            replace(bare.make_request(next(self._request_ids), ids, max_tokens=OUTPUT), adapter=adapter)
+            replace(bare_engine.bare_request(next(self._request_ids), ids, max_tokens=OUTPUT), adapter=adapter)
             for ids, adapter in zip(prompts, itertools.cycle(adapters), strict=False)
         ]
         begun = time.perf_counter(), time.process_time()
-        bare.run(self.engine, requests)
+        bare_engine.serve_alone(self.engine, requests)
         return time.perf_counter() - begun[0], time.process_time() - begun[1]
 
 

@@ -22,7 +22,7 @@ from baton.constraints.constraint import Constraint
 from baton.engine.engine import Engine
 from bench.lib.decoding import Decoded, decode, greedy
 from bench.lib.report import Report, finish, interleave, medians, start
-from tests.support import bare
+from tests.support import bare_engine
 
 ROOT = Path(__file__).resolve().parents[1]
 MODEL = ROOT / "demo" / "target"
@@ -87,7 +87,7 @@ def compiling(report: Report, engine: Engine) -> None:
 
 def main() -> int:
     arguments, report = start("constraints", "What a JSON schema costs a token, at batch 1 and 16.")
-    engine = bare.load_engine(MODEL, num_blocks=512, max_num_seqs=16, threads=1)
+    engine = bare_engine.load_engine(MODEL, num_blocks=512, max_num_seqs=16, threads=1)
     prompts = Prompts(engine)
     for batch_size in BATCHES:
         compare(report, prompts, batch_size, 5 if arguments.quick else 60)

@@ -34,7 +34,7 @@ from bench.arms.cpu_peers import LLAMA_CPP, OPENVINO, Peer, Transformers, open_m
 from bench.arms.shape import LLAMA, MIXTURE, VOCAB_SIZE, Shape
 from bench.lib import limits, peak
 from bench.lib.report import Report, finish, interleave, medians, start
-from tests.support import bare
+from tests.support import bare_engine
 
 NUM_THREADS = 2
 PROMPT, SHORT_PROMPT = 512, 8
@@ -214,7 +214,7 @@ class Bench:
 
     def demo(self) -> None:
         """Measure the demo model with one request at a time."""
-        arm = Arm(bare.load_engine(DEMO, max_model_len=1024, num_blocks=64))
+        arm = Arm(bare_engine.load_engine(DEMO, max_model_len=1024, num_blocks=64))
         arms = {"demo": lambda: arm.step_s(1, SHORT_PROMPT, 256), "A/A": lambda: arm.step_s(1, SHORT_PROMPT, 256)}
         interleave(arms, 1)
         found = {name: 1e3 * seconds for name, seconds in medians(interleave(arms, self._num_rounds)).items()}

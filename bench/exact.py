@@ -17,7 +17,7 @@ from pathlib import Path
 
 from baton.engine.engine import Engine
 from bench.lib.report import Report, finish, interleave, medians, start
-from tests.support import bare
+from tests.support import bare_engine
 
 ROOT = Path(__file__).resolve().parents[1]
 MODEL = ROOT / "demo" / "target"
@@ -30,7 +30,7 @@ class Arm:
 
     def __init__(self, dtype: str, batch_invariant: bool):
         config = dict(dtype=dtype, batch_invariant=batch_invariant, num_blocks=512)
-        self._engine: Engine = bare.load_engine(MODEL, linear="auto" if batch_invariant else "fast", **config)
+        self._engine: Engine = bare_engine.load_engine(MODEL, linear="auto" if batch_invariant else "fast", **config)
         self._rng = random.Random(0)
         self._request_ids = map(str, itertools.count())
 
@@ -38,9 +38,9 @@ class Arm:
         """Return prompt and output tokens over the time from submit to the last end."""
         vocab_size = self._engine.spec.vocab_size
         prompts = [[self._rng.randrange(5, vocab_size) for _ in range(num_prompt)] for _ in range(batch_size)]
-        requests = [bare.make_request(next(self._request_ids), ids, max_tokens=num_output) for ids in prompts]
+        requests = [bare_engine.bare_request(next(self._request_ids), ids, max_tokens=num_output) for ids in prompts]
         begun = time.perf_counter()
-        bare.run(self._engine, requests)
+        bare_engine.serve_alone(self._engine, requests)
         return batch_size * (num_prompt + num_output) / (time.perf_counter() - begun)
 
 

@@ -40,7 +40,7 @@ from baton.service.net.client import open_channel
 from baton.service.security.access import Access
 from bench.lib.large_model import write_large
 from bench.lib.report import Report, finish, interleave, medians, start
-from tests.support import bare
+from tests.support import bare_engine
 from tests.support.stack import Stack
 
 PARTS = ("sums", "engines", "stages", "handoff")
@@ -65,7 +65,7 @@ class Arm:
     """One engine, and prompts that were never sent before."""
 
     def __init__(self, model: Path, num_threads: int, **options):
-        self.engine: Engine = bare.load_engine(model, threads=num_threads, num_blocks=512, **options)
+        self.engine: Engine = bare_engine.load_engine(model, threads=num_threads, num_blocks=512, **options)
         pids = self.engine.ranks.pids if self.engine.ranks is not None else []
         self._processes = [psutil.Process(), *map(psutil.Process, pids)]
         self._num_threads = num_threads
@@ -76,9 +76,9 @@ class Arm:
         torch.set_num_threads(self._num_threads)
         vocab_size = self.engine.spec.vocab_size
         prompts = [[self._rng.randrange(5, vocab_size) for _ in range(num_prompt)] for _ in range(batch_size)]
-        requests = [bare.make_request(next(self._request_ids), ids, max_tokens=num_output) for ids in prompts]
+        requests = [bare_engine.bare_request(next(self._request_ids), ids, max_tokens=num_output) for ids in prompts]
         begun, used = time.perf_counter(), self._cpu_s()
-        bare.run(self.engine, requests)
+        bare_engine.serve_alone(self.engine, requests)
         num_tokens = batch_size * (num_prompt + num_output)
         return Speed(num_tokens / (time.perf_counter() - begun), 1e6 * (self._cpu_s() - used) / num_tokens)
 

@@ -34,7 +34,7 @@ from baton.training.data.tokenizer import load_tokenizer
 from baton.training.model.evaluate import select_heads
 from bench.lib.decoding import Decoded, decode, greedy
 from bench.lib.report import Report, finish, interleave, medians, start
-from tests.support import bare
+from tests.support import bare_engine
 
 ROOT = Path(__file__).resolve().parents[1]
 TARGET = ROOT / "demo" / "target"
@@ -73,7 +73,7 @@ class Arm:
 
     @classmethod
     def load(cls, **options) -> "Arm":
-        arm = cls(bare.load_engine(TARGET, num_blocks=1024, **options))
+        arm = cls(bare_engine.load_engine(TARGET, num_blocks=1024, **options))
         arm._watch(arm.engine.runner, "run", "verify")
         if arm.engine._multi_step is not None:  # if a whole step is native
             arm._watch(arm.engine._multi_step, "_run", "verify")

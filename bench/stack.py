@@ -42,7 +42,7 @@ from baton.loadgen.workload import Job
 from bench.lib import sending
 from bench.lib.limits import Limits, measure
 from bench.lib.report import Report, finish, interleave, medians, start
-from tests.support import bare
+from tests.support import bare_engine
 from tests.support.process import Process
 from tests.support.stack import Stack, TogetherStack
 
@@ -169,7 +169,7 @@ class Bench:
         job = next(waiting, None)
         if job is not None:
             request_id = next(self._request_ids)
-            self.engine.submit(bare.make_request(request_id, job.token_ids, max_tokens=job.num_output))
+            self.engine.submit(bare_engine.bare_request(request_id, job.token_ids, max_tokens=job.num_output))
         return job is not None
 
     # ---- batching ----
@@ -313,7 +313,7 @@ def running(folder: Path) -> Iterator[tuple[Sequence[Stack], Engine]]:
         Stack(MODEL, folder / "stack", env=AS_UP) as stack,
         TogetherStack(MODEL, folder / "together", env=AS_UP) as together,
     ):
-        yield (stack, together), bare.load_engine(MODEL)
+        yield (stack, together), bare_engine.load_engine(MODEL)
 
 
 def main() -> int:

@@ -427,6 +427,20 @@ def is_package_of(name: str, module: str) -> bool:
     return SOURCES[name].name == "__init__.py" and module.startswith(name + ".")
 
 
+def test_no_test_imports_another_and_helpers_import_no_test():
+    """What several use lies in tests/support, or in a helper of the folder: a module of tests is run as one."""
+    wrong = []
+    for top in ("tests", "bench"):
+        for path in (ROOT / top).rglob("*.py"):
+            helps = path.is_relative_to(ROOT / "tests" / "support")
+            for name in imports(path):
+                words = name.split(".")
+                is_test = words[0] == "tests" and any(word.startswith("test_") for word in words)
+                if is_test or (helps and words[0] == "tests" and words[1:2] not in ([], ["support"])):
+                    wrong.append(f"{path.relative_to(ROOT)} imports {name}")
+    assert not wrong, wrong
+
+
 def test_a_class_name_stands_once():
     found: dict[str, list[str]] = {}
     for module, path in SOURCES.items():

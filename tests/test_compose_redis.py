@@ -5,7 +5,6 @@ import contextlib
 import re
 import shutil
 import subprocess
-import tomllib
 from pathlib import Path
 
 import pytest
@@ -19,29 +18,10 @@ from gateway.prefix.redis_index import RedisIndex
 from gateway.queue.quota_file import Quota
 from gateway.queue.quota_sync import SharedUsage
 from gateway.queue.quotas import Quotas
-from tests.gateway.prefix.test_redis_index import SPANS, WORKER, finds, index, snapshot
-from tests.support.redis_server import RedisServer, redis_path
+from tests.support.gateway.redis_index import SPANS, WORKER, finds, index, snapshot
+from tests.support.redis_server import ComposeRedis, RedisServer
 
 ROOT = Path(__file__).resolve().parents[1]
-
-
-class ComposeRedis(RedisServer):
-    """compose.yaml's own command line; only paths and the port are this test's."""
-
-    def __init__(self, folder: Path):
-        super().__init__(folder)
-        secrets = folder / "secrets"
-        subprocess.run([ROOT / "deploy" / "make-secrets", secrets], check=True, capture_output=True)
-        self.ca = str(secrets / "ca.crt")
-        self._secrets = secrets
-        url = tomllib.loads((secrets / "gateway.toml").read_text())["redis"]
-        self.url = url.replace("redis:6379", f"localhost:{self.port}").replace("/run/secrets", str(secrets))
-        self.client = redis.Redis.from_url(self.url, socket_timeout=5)
-
-    def _argv(self) -> list[str]:
-        service = yaml.safe_load((ROOT / "compose.yaml").read_text())["services"]["redis"]
-        words = {"redis-server": redis_path(), "6379": str(self.port)}
-        return [words.get(word, word.replace("/run/secrets", str(self._secrets))) for word in service["command"]]
 
 
 @pytest.fixture(scope="module")

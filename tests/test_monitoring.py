@@ -5,7 +5,6 @@ import re
 import shutil
 import subprocess
 from collections.abc import Iterator
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -23,14 +22,10 @@ from gateway.observe.gauges import fleet_gauges
 from gateway.observe.meters import _OBJECTIVES
 from gateway.observe.recent_requests import PHASE_OF
 from gateway.request.timing import PHASES
+from tests.support.observe.deployed import ALL_RULES, DASHBOARDS, DEPLOY, RULES, panels
 from tests.support.observe.observed import metrics
 
-DEPLOY = Path(__file__).resolve().parents[1] / "deploy"
-RULES = sorted((DEPLOY / "prometheus" / "rules").glob("*.yml"))
 RULE_TESTS = sorted((DEPLOY / "prometheus" / "tests").glob("*.yml"))
-DASHBOARDS = sorted((DEPLOY / "grafana" / "dashboards").glob("*.json"))
-GROUPS = [group for path in RULES for group in yaml.safe_load(path.read_text())["groups"]]
-ALL_RULES = [rule for group in GROUPS for rule in group["rules"]]
 RECORDED = {rule["record"] for rule in ALL_RULES if "record" in rule}
 METRICS = metrics()
 SERIES = {series: metric for metric in METRICS for series in metric.series}
@@ -44,10 +39,6 @@ VALUES = {
     "kind": {"input", "cached", "output"},
     "result": {"accepted", "rejected"},
 }
-
-
-def panels(path: Path) -> list[dict]:
-    return [panel for panel in json.loads(path.read_text())["panels"] if panel["type"] != "row"]
 
 
 def queries() -> Iterator[tuple[str, str]]:

@@ -23,7 +23,7 @@ from baton.engine.weights.formats.base import WeightSource
 from baton.engine.weights.forms import DenseWeight, IntWeight, Weight
 from bench.arms.shape import ROPE_THETA, Shape
 from kvtransfer.layout import KVLayout
-from tests.support import bare
+from tests.support import bare_engine
 
 MAX_LEN = 1024
 
@@ -137,7 +137,7 @@ class Arm:
         """Return the seconds from submit to the first token."""
         request = self._request(num_prompt, 1)
         begun = time.perf_counter()
-        bare.run(self._engine, [request])
+        bare_engine.serve_alone(self._engine, [request])
         return time.perf_counter() - begun
 
     def step_s(self, batch_size: int, num_prompt: int, num_steps: int) -> float:
@@ -159,7 +159,7 @@ class Arm:
     def _request(self, num_prompt: int, num_output: int):
         self._count += 1
         ids = torch.randint(5, self._engine.spec.vocab_size, (num_prompt,), generator=self._generator).tolist()
-        return bare.make_request(str(self._count), ids, max_tokens=num_output)
+        return bare_engine.bare_request(str(self._count), ids, max_tokens=num_output)
 
 
 class Ours(Arm):

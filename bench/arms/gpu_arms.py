@@ -8,7 +8,7 @@ from dataclasses import replace
 from baton.cli.gpu.random_engine import LLAMA_8B, RandomEngine
 from baton.engine.core.request import PrefillDone, TokenRun
 from kvtransfer.naming import SpanHash, chain_hashes
-from tests.support import bare
+from tests.support import bare_engine
 
 ROOT = SpanHash(b"root" * 8)
 
@@ -56,7 +56,7 @@ class Ours(RandomEngine):
     def tokens(self, prompts: list[list[int]], num_output: int) -> list[list[int]]:
         """Return greedy answers to prompts that run concurrently."""
         requests = [self.request(ids, num_output) for ids in prompts]
-        answers = bare.run(self.engine, requests)
+        answers = bare_engine.serve_alone(self.engine, requests)
         return [answers[request.key.request_id][0].token_ids for request in requests]
 
     def hit_s(self, num_prompt: int) -> tuple[float, float]:
@@ -67,7 +67,7 @@ class Ours(RandomEngine):
         for _ in range(2):
             request = replace(self.request(ids, 1), span_hashes=hashes, chain_parent=hashes[-1])
             begun = time.perf_counter()
-            bare.run(self.engine, [request])
+            bare_engine.serve_alone(self.engine, [request])
             found.append(time.perf_counter() - begun)
         return found[0], found[1]
 

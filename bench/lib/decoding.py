@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from baton.engine.core.request import PrefillDone, Request, RequestEnded, Speculation, TokenRun
 from baton.engine.engine import Engine
-from tests.support import bare
+from tests.support import bare_engine
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ def greedy(names, prompts: Sequence[Sequence[int]], num_output: int, width: int 
     """Return greedy requests named by `names`, one per prompt. `width`: proposals in every step; None: as many as pay
     off."""
     speculation = Speculation(num_tokens=width)
-    requests = [bare.make_request(str(next(names)), prompt, max_tokens=num_output) for prompt in prompts]
+    requests = [bare_engine.bare_request(str(next(names)), prompt, max_tokens=num_output) for prompt in prompts]
     return [replace(request, speculation=speculation) for request in requests]
 
 

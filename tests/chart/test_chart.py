@@ -1,51 +1,29 @@
 """What helm makes of each file of values: valid by schema, as it was when it was last looked at, and of real flags."""
 
-import argparse
-import copy
 import functools
 import os
 import re
 import tarfile
 from pathlib import Path
 
-import jsonschema
 import kubernetes_validate.utils
 import pytest
 import yaml
 
 import baton.worker.settings
 from baton.service.net import probe
-from baton.service.settings import add_flags, given, make_parser, make_settings
+from baton.service.settings import given, make_settings
 from baton.worker.session.drain import ASK_S, FLUSH_S, SETTLE_S
 from baton.worker.settings import WorkerSettings
 from gateway.config.settings import GatewaySettings
+from tests.chart.checks import GATEWAY, WORKER, check, parsed
 from tests.chart.rendering import CASES, CHART, ROOT, ChartError, container, helm, named, pods, promtool, render
-from tests.chart.schemas import SPECS
 
 GOLDEN = Path(__file__).parent / "golden"
-KUBERNETES = "1.37"
 # The schemas are 6 MB of JSON, which the package reads for each object.
 kubernetes_validate.utils.schema_contents = functools.cache(kubernetes_validate.utils.schema_contents)
-GATEWAY, WORKER = "gateway", ("prefill", "decode")
 
 case = pytest.mark.parametrize("values", CASES, ids=lambda path: path.stem)
-
-
-def check(objects: list[dict]) -> None:
-    """Hold every object, and every pod in an object of others, against its schema."""
-    names = [(each["kind"], each["metadata"]["name"]) for each in objects]
-    assert len(names) == len(set(names))
-    for each in objects:
-        assert len(each["metadata"]["name"]) <= 63
-        spec = SPECS.get((each["apiVersion"], each["kind"]))
-        if spec is None:
-            kubernetes_validate.validate(each, KUBERNETES, strict=True)
-        else:
-            jsonschema.validate(each["spec"], spec)
-    for component, template in pods(objects):
-        pod = {"apiVersion": "v1", "kind": "Pod", **copy.deepcopy(template)}
-        pod["metadata"]["name"] = component
-        kubernetes_validate.validate(pod, KUBERNETES, strict=True)
 
 
 @case
@@ -76,15 +54,6 @@ def test_as_it_was_looked_at(values):
     if os.environ.get("BATON_GOLDEN") == "write":
         golden.write_text(text)
     assert text == golden.read_text()
-
-
-def parsed(module: str, argv: list[str]) -> argparse.Namespace:
-    """By the process's own parser, whose wrong use ends the test."""
-    cls = GatewaySettings if module == "gateway" else WorkerSettings
-    parser = make_parser(module, "")
-    parser.add_argument("--config", type=Path)
-    add_flags(parser, cls)
-    return parser.parse_args(argv)
 
 
 @case

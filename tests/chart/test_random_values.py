@@ -3,8 +3,8 @@
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from tests.chart.rendering import render
-from tests.chart.test_chart import GATEWAY, WORKER, check, container, parsed, pods
+from tests.chart.checks import GATEWAY, WORKER, check, parsed
+from tests.chart.rendering import container, pods, render
 
 replicas, seconds = st.integers(1, 40), st.integers(1, 3599)
 label = st.from_regex(r"[a-z]([a-z0-9-]{0,20}[a-z0-9])?", fullmatch=True)

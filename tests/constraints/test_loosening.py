@@ -9,7 +9,7 @@ from baton.constraints.constraint import BadConstraint, Constraint
 from baton.constraints.grammar import Vocabulary
 from baton.constraints.json_schema import rewrite_schema
 from baton.constraints.loosening import loosened
-from tests.constraints.test_constraint import GOOD
+from tests.constraints.good_constraints import GOOD
 from tests.support.gateway.vocabularies import byte_vocabulary
 
 VOCABULARY = Vocabulary(byte_vocabulary(), 270)

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 
 from baton.engine.execute import build
 from examples.two_workers_in_process import PROMPT, load
-from tests.support import bare
+from tests.support import bare_engine
 from tests.support.models import make_model
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
@@ -93,7 +93,9 @@ def test_engine_alone(model):
 def test_two_workers_in_process(model):
     """The KV that moved feeds the answer of one engine, token for token."""
     ids = Tokenizer.from_file(str(model / "tokenizer.json")).encode(PROMPT, add_special_tokens=False).ids
-    whole = bare.run(bare.load_engine(model), [bare.make_request("whole", ids, max_tokens=24)])["whole"][0]
+    whole = bare_engine.serve_alone(
+        bare_engine.load_engine(model), [bare_engine.bare_request("whole", ids, max_tokens=24)]
+    )["whole"][0]
     out = run("two_workers_in_process.py", str(model))
     assert f"{len(ids)} tokens of KV" in out and "by inproc" in out
     assert out.rstrip("\n").endswith(f"{whole.token_ids}")

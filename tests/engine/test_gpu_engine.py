@@ -6,7 +6,7 @@ import torch
 from baton.engine.core.config import EngineConfig
 from baton.engine.engine import Engine
 from baton.engine.start_line import start_line
-from tests.support import bare
+from tests.support import bare_engine
 from tests.support.model_folders.families import make_folder, random_ids
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")]
@@ -19,10 +19,10 @@ def load(folder, device: str, **options) -> Engine:
 
 
 def answers(engine: Engine, prompts, together: bool, **sampling) -> list[list[int]]:
-    requests = [bare.make_request(str(i), ids, max_tokens=24, **sampling) for i, ids in enumerate(prompts)]
+    requests = [bare_engine.bare_request(str(i), ids, max_tokens=24, **sampling) for i, ids in enumerate(prompts)]
     found: dict = {}
     for batch in [requests] if together else [[request] for request in requests]:
-        found |= bare.run(engine, batch)
+        found |= bare_engine.serve_alone(engine, batch)
     engine.check_integrity()
     return [found[request.key.request_id][0].token_ids for request in requests]
 

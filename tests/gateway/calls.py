@@ -1,12 +1,15 @@
-"""Calls of a gateway between FakeWorkers, and the gates of these at which they wait."""
+"""Calls of a gateway between FakeWorkers, the gates of these at which they wait, and the gateway's own bounds."""
 
 import asyncio
+from pathlib import Path
 
 import grpc
 import pytest
 
+from baton.service.errors import Unavailable
 from baton.v1 import inference_pb2 as pb
-from tests.support.client import Refused, make_request, read_error
+from gateway.attempts.retry_throttle import RetryThrottle
+from tests.support.client import Refused, gather, make_request, read_error
 from tests.support.pace import patience
 
 PROMPT = list(range(20, 320))
@@ -54,3 +57,25 @@ def start(c, **fields):
 
 def holder(c, role: str):
     return next(worker for worker in getattr(c, role) if worker.held or worker.kinds())
+
+
+def spend_retries(throttle: RetryThrottle) -> int:
+    """Use up all retries of a gateway, and return how many there were."""
+    num = 0
+    with pytest.raises(Unavailable) as caught:
+        while True:
+            throttle.spend(Unavailable("lost", 1.0, reason="DECODE_WORKER_LOST"))
+            num += 1
+    assert caught.value.reason == "RETRY_BUDGET"
+    return num
+
+
+async def over_grpc(c, prompt, **fields):
+    """Return the reply to a call of gRPC: what other protocols' answers are compared with."""
+    return gather(await read(c.stub.Generate(make_request(prompt, **fields), timeout=patience(20))))
+
+
+def write_quotas(folder: Path, text: str) -> Path:
+    path = folder / "quotas.toml"
+    path.write_text(text)
+    return path

@@ -168,3 +168,26 @@ def read_error(error: grpc.RpcError) -> Refused:
             delay = error_details_pb2.RetryInfo.FromString(detail.value).retry_delay
             retry_after_s = delay.seconds + delay.nanos / 1e9
     return Refused(error.code(), error.details(), tuple(fields), reason, retry_after_s)
+
+
+def add_messages(reply: Reply, messages) -> Reply:
+    """Add messages to what a client has received."""
+    for message in messages:
+        choice = reply.choices.setdefault(message.index, Choice())
+        choice.pieces.append(message.text)
+        choice.token_ids.extend(message.token_ids)
+        choice.logprobs += [(each.chosen.token_id, each.chosen.logprob) for each in message.logprobs]
+        if message.finish_reason:
+            choice.finish_reason = message.finish_reason
+        if message.HasField("usage"):
+            reply.usage = message.usage
+        reply.seed = message.seed if message.HasField("seed") else reply.seed
+    return reply
+
+
+def read_some(call, num_messages: int) -> Reply:
+    """Gather the first messages of a stream, which goes on."""
+    reply = Reply()
+    for _ in range(num_messages):
+        add_messages(reply, [next(call)])
+    return reply

@@ -12,6 +12,7 @@ from baton.training.model.export import export
 from baton.training.model.llama import Llama, ModelConfig
 
 TINY = ModelConfig(1024, 64, 128, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16, max_length=1024)
+EOS_IDS = (0, 4)  # <|endoftext|>, <|end|>: as generation_config.json has it
 
 
 def make_model(folder: Path, config: ModelConfig = TINY, seed: int = 0) -> Path:

@@ -166,3 +166,12 @@ def node() -> str:
 def resident_bytes() -> int:
     """Memory that this process has in use."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def assert_one_line(stderr: str, *names: str) -> None:
+    """Check that the last line of stderr says it all, and that nothing before it looks like a crash."""
+    lines = stderr.strip().splitlines()
+    assert lines, "nothing was printed"
+    assert "Traceback" not in stderr, stderr
+    for name in names:
+        assert name in lines[-1], f"{name!r} is not in: {lines[-1]}"

@@ -4,14 +4,17 @@ import os
 import shutil
 import signal
 import socket
+import subprocess
 import time
+import tomllib
 from pathlib import Path
 
 import pytest
 import redis
+import yaml
 
 from tests.support.pace import patience
-from tests.support.process import Process
+from tests.support.process import ROOT, Process
 
 
 def redis_path() -> str:
@@ -71,3 +74,22 @@ class RedisServer:
 
     def thaw(self) -> None:
         os.kill(self._process.pid, signal.SIGCONT)
+
+
+class ComposeRedis(RedisServer):
+    """Redis by compose.yaml's own command line; only paths and the port are this test's."""
+
+    def __init__(self, folder: Path):
+        super().__init__(folder)
+        secrets = folder / "secrets"
+        subprocess.run([ROOT / "deploy" / "make-secrets", secrets], check=True, capture_output=True)
+        self.ca = str(secrets / "ca.crt")
+        self._secrets = secrets
+        url = tomllib.loads((secrets / "gateway.toml").read_text())["redis"]
+        self.url = url.replace("redis:6379", f"localhost:{self.port}").replace("/run/secrets", str(secrets))
+        self.client = redis.Redis.from_url(self.url, socket_timeout=5)
+
+    def _argv(self) -> list[str]:
+        service = yaml.safe_load((ROOT / "compose.yaml").read_text())["services"]["redis"]
+        words = {"redis-server": redis_path(), "6379": str(self.port)}
+        return [words.get(word, word.replace("/run/secrets", str(self._secrets))) for word in service["command"]]

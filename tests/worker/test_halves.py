@@ -20,7 +20,7 @@ from baton.worker.session.leg_dispatcher import LegDispatcher
 from baton.worker.session.leg_machine import LegMachine, Table
 from baton.worker.session.table import join_tables
 from baton.worker.settings import WorkerSettings
-from tests.support import bare
+from tests.support import bare_engine
 from tests.support.model_folders.families import make_folder
 from tests.support.models import make_model
 from tests.support.worker.doubles import OutboxDouble
@@ -96,9 +96,9 @@ def test_two_halves_answer_as_one_engine(model):
             rows = [token for row in decode.outbox.runs for token in row.token_ids]
             return [done.first_tokens[0].token_id, *rows]
 
-    engine = bare.load_engine(model, num_blocks=64, threads=1)
+    engine = bare_engine.load_engine(model, num_blocks=64, threads=1)
     request = Request(Key("bare"), tuple(PROMPT), len(PROMPT), SamplingParams(), 9)
-    assert run(main) == bare.run(engine, [request])["bare"][0].token_ids
+    assert run(main) == bare_engine.serve_alone(engine, [request])["bare"][0].token_ids
 
 
 def test_a_half_leaves_the_other_roles_commands_alone(model):

@@ -6,9 +6,9 @@ import pytest
 from baton.service.settings import make_settings
 from baton.v1 import inference_pb2
 from baton.worker.settings import WorkerSettings
+from tests.support.bare_engine import answer_alone
 from tests.support.models import make_model
-from tests.support.worker.scripted import make_spec, run, run_pair
-from tests.worker.test_two_workers import bare_answer, prompt
+from tests.support.worker.scripted import make_spec, run, run_pair, worker_prompt
 
 
 @pytest.fixture(scope="module")
@@ -24,9 +24,9 @@ def test_split_equals_whole_and_says_what_was_accepted(model):
         async with run_pair(model, decode=decode) as (pair, _, worker):
             assert list(pair.decode.hello.model.proposers) == ["ngram", "draft"]
             assert not pair.prefill.hello.model.proposers
-            greedy = await pair.generate("greedy", make_spec(prompt(200), max_tokens=30))
-            seeded = await pair.generate("seeded", make_spec(prompt(130, 2), max_tokens=9, **sampled))
-            spec = make_spec(prompt(150, 3), max_tokens=20)
+            greedy = await pair.generate("greedy", make_spec(worker_prompt(200), max_tokens=30))
+            seeded = await pair.generate("seeded", make_spec(worker_prompt(130, 2), max_tokens=9, **sampled))
+            spec = make_spec(worker_prompt(150, 3), max_tokens=20)
             spec.speculation.CopyFrom(inference_pb2.Speculation(proposer="draft", num_tokens=2))
             narrow = await pair.generate_here("narrow", spec)
             spec.speculation.CopyFrom(inference_pb2.Speculation(proposer="off"))
@@ -36,9 +36,9 @@ def test_split_equals_whole_and_says_what_was_accepted(model):
             return greedy, seeded, narrow, plain, worker.engine.load_report()
 
     greedy, seeded, narrow, plain, load = run(main)
-    assert greedy.token_ids == bare_answer(model, prompt(200), 30)
-    assert seeded.token_ids == bare_answer(model, prompt(130, 2), 9, **sampled)
-    assert narrow.token_ids == plain.token_ids == bare_answer(model, prompt(150, 3), 20)
+    assert greedy.token_ids == answer_alone(model, worker_prompt(200), 30)
+    assert seeded.token_ids == answer_alone(model, worker_prompt(130, 2), 9, **sampled)
+    assert narrow.token_ids == plain.token_ids == answer_alone(model, worker_prompt(150, 3), 20)
     report = greedy.ended.decode
     # The draft is the model itself, and right but for a row that two kernels round differently.
     assert 25 <= report.num_steps + sum(report.accepted_by_position) <= 30 and report.num_steps < 15

@@ -12,14 +12,12 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from baton import failpoints
-from baton.engine.core.request import Key, Request
-from baton.sampling_params import SamplingParams
 from baton.v1 import worker_pb2 as pb
 from baton.worker.legs.states import LegState
-from tests.support import bare
+from tests.support.bare_engine import answer_alone
 from tests.support.models import make_model
 from tests.support.stack import SLOW_STEPS
-from tests.support.worker.scripted import LegEnded, Session, make_spec, run, run_pair, run_worker
+from tests.support.worker.scripted import LegEnded, Session, make_spec, run, run_pair, run_worker, worker_prompt
 
 VOCAB = 1024
 
@@ -35,42 +33,31 @@ def slow(monkeypatch):
     monkeypatch.setattr(failpoints, "_board", failpoints._Board(SLOW_STEPS))
 
 
-def prompt(num_tokens: int, seed: int = 1) -> list[int]:
-    return [5 + (seed * 7919 + i * i * 31 + i * 17) % 1000 for i in range(num_tokens)]
-
-
-def bare_answer(model, token_ids, max_tokens, **sampling) -> dict[int, list[int]]:
-    """The same by one engine in this process, without workers or transfer."""
-    engine = bare.load_engine(model, num_blocks=160, threads=1)
-    request = Request(Key("bare"), tuple(token_ids), len(token_ids), SamplingParams(**sampling), max_tokens)
-    return {index: choice.token_ids for index, choice in bare.run(engine, [request])["bare"].items()}
-
-
 @pytest.mark.parametrize("transport", ["shm", "tcp", "grpc"])
 def test_split_equals_whole(model, transport):
     async def main():
         async with run_pair(model, transports=(transport,)) as (pair, _, _):
-            answer = await pair.generate("greedy", make_spec(prompt(200), max_tokens=12))
+            answer = await pair.generate("greedy", make_spec(worker_prompt(200), max_tokens=12))
             assert answer.fetched.transport == transport and answer.fetched.num_tokens == 200
             assert answer.fetched.num_bytes > 0 and answer.ended.decode.num_steps == 11
             assert (await pair.prefill.wait_ended("greedy")).code == 0
             seeded = await pair.generate(
-                "seeded", make_spec(prompt(130, 2), max_tokens=9, temperature=1.0, seed=7, n=3, top_k=50)
+                "seeded", make_spec(worker_prompt(130, 2), max_tokens=9, temperature=1.0, seed=7, n=3, top_k=50)
             )
             await pair.prefill.wait_idle()
             await pair.decode.wait_idle()
             return answer.token_ids, seeded.token_ids
 
     greedy, seeded = run(main)
-    assert greedy == bare_answer(model, prompt(200), 12)
-    assert seeded == bare_answer(model, prompt(130, 2), 9, temperature=1.0, seed=7, n=3, top_k=50)
+    assert greedy == answer_alone(model, worker_prompt(200), 12)
+    assert seeded == answer_alone(model, worker_prompt(130, 2), 9, temperature=1.0, seed=7, n=3, top_k=50)
 
 
 def test_many_at_once(model):
     """More than a prefill worker accepts at once: the gateway tries again, as the refusal says."""
 
     async def one(pair, index):
-        spec = make_spec(prompt(40 + 13 * index, index), max_tokens=10)
+        spec = make_spec(worker_prompt(40 + 13 * index, index), max_tokens=10)
         while True:
             try:
                 return (await pair.generate(f"r{index}-{secrets.token_hex(2)}", spec)).token_ids
@@ -87,22 +74,22 @@ def test_many_at_once(model):
             return answers
 
     for index, answer in enumerate(run(main)):
-        assert answer == bare_answer(model, prompt(40 + 13 * index, index), 10)
+        assert answer == answer_alone(model, worker_prompt(40 + 13 * index, index), 10)
 
 
 def test_prefix_hits_on_both_sides(model):
     async def main():
         async with run_pair(model) as (pair, _, _):
-            first = await pair.generate("first", make_spec(prompt(300), max_tokens=4))
-            again = await pair.generate("again", make_spec(prompt(300), max_tokens=4))
-            longer = await pair.generate("longer", make_spec(prompt(300) + prompt(100, 9), max_tokens=4))
+            first = await pair.generate("first", make_spec(worker_prompt(300), max_tokens=4))
+            again = await pair.generate("again", make_spec(worker_prompt(300), max_tokens=4))
+            longer = await pair.generate("longer", make_spec(worker_prompt(300) + worker_prompt(100, 9), max_tokens=4))
             assert first.token_ids == again.token_ids
             assert (again.granted.num_cached_tokens, again.accepted.num_cached_tokens) == (256, 256)
             assert again.fetched.num_tokens == 300 - 256 and again.fetched.num_bytes < first.fetched.num_bytes
             assert longer.granted.num_cached_tokens == 256
             return longer.token_ids
 
-    assert run(main) == bare_answer(model, prompt(300) + prompt(100, 9), 4)
+    assert run(main) == answer_alone(model, worker_prompt(300) + worker_prompt(100, 9), 4)
 
 
 def test_only_the_window_crosses(model, tmp_path):
@@ -114,17 +101,17 @@ def test_only_the_window_crosses(model, tmp_path):
 
     async def main():
         async with run_pair(folder) as (pair, _, _):
-            first = await pair.generate("first", make_spec(prompt(300), max_tokens=90))
+            first = await pair.generate("first", make_spec(worker_prompt(300), max_tokens=90))
             assert (first.granted.num_cached_tokens, first.fetched.num_tokens) == (0, 300 - 256)
-            again = await pair.generate("again", make_spec(prompt(300) + first.token_ids[0], max_tokens=20))
+            again = await pair.generate("again", make_spec(worker_prompt(300) + first.token_ids[0], max_tokens=20))
             assert again.granted.num_cached_tokens == 384 and again.fetched.num_tokens == 6
             await pair.prefill.wait_idle()
             await pair.decode.wait_idle()
             return first.token_ids, again.token_ids
 
     first, again = run(main)
-    assert first == bare_answer(folder, prompt(300), 90)
-    assert again == bare_answer(folder, prompt(300) + first[0], 20)
+    assert first == answer_alone(folder, worker_prompt(300), 90)
+    assert again == answer_alone(folder, worker_prompt(300) + first[0], 20)
 
 
 def test_of_layers_with_a_window_the_window_stays(model, tmp_path):
@@ -139,9 +126,9 @@ def test_of_layers_with_a_window_the_window_stays(model, tmp_path):
 
     async def main():
         async with run_pair(folder) as (pair, _, decode):
-            first = await pair.generate("first", make_spec(prompt(300), max_tokens=90))
+            first = await pair.generate("first", make_spec(worker_prompt(300), max_tokens=90))
             assert (first.granted.num_cached_tokens, first.fetched.num_tokens) == (0, 300)
-            again = await pair.generate("again", make_spec(prompt(300) + first.token_ids[0], max_tokens=20))
+            again = await pair.generate("again", make_spec(worker_prompt(300) + first.token_ids[0], max_tokens=20))
             assert again.granted.num_cached_tokens == 384 and again.fetched.num_tokens == 6
             await pair.prefill.wait_idle()
             await pair.decode.wait_idle()
@@ -149,14 +136,14 @@ def test_of_layers_with_a_window_the_window_stays(model, tmp_path):
             return first.token_ids, again.token_ids
 
     first, again = run(main)
-    assert first == bare_answer(folder, prompt(300), 90)
-    assert again == bare_answer(folder, prompt(300) + first[0], 20)
+    assert first == answer_alone(folder, worker_prompt(300), 90)
+    assert again == answer_alone(folder, worker_prompt(300) + first[0], 20)
 
 
 def test_a_decode_worker_alone(model):
     async def main():
         async with run_pair(model) as (pair, _, _):
-            answer = await pair.generate_here("local", make_spec(prompt(150), max_tokens=10, logprobs=2))
+            answer = await pair.generate_here("local", make_spec(worker_prompt(150), max_tokens=10, logprobs=2))
             assert answer.done.prefill_s > 0 and answer.done.num_chunks == 1
             assert [len(entry.top) for entry in answer.logprobs[0]] == [2] * 10
             assert [entry.chosen.token_id for entry in answer.logprobs[0]] == answer.token_ids[0]
@@ -164,16 +151,16 @@ def test_a_decode_worker_alone(model):
             await pair.decode.wait_idle()
             return answer.token_ids
 
-    assert run(main) == bare_answer(model, prompt(150), 10)
+    assert run(main) == answer_alone(model, worker_prompt(150), 10)
 
 
 def test_the_first_token_may_be_the_last(model):
     async def main():
         async with run_pair(model) as (pair, _, _):
-            answer = await pair.generate("one", make_spec(prompt(100), max_tokens=1))
+            answer = await pair.generate("one", make_spec(worker_prompt(100), max_tokens=1))
             assert len(answer.token_ids[0]) == 1 and answer.finish_reasons == {0: 2}
             assert (await pair.decode.wait_ended("one")).reason == "CANCELLED"
-            local = await pair.generate_here("local", make_spec(prompt(100), max_tokens=1))
+            local = await pair.generate_here("local", make_spec(worker_prompt(100), max_tokens=1))
             assert local.token_ids == answer.token_ids
             await pair.prefill.wait_idle()
             await pair.decode.wait_idle()
@@ -186,8 +173,8 @@ def test_spans_that_lie_on_a_decode_worker_are_offered(model):
 
     async def main():
         async with run_pair(model) as (pair, _, _):
-            await pair.generate_here("turn1", make_spec(prompt(200), max_tokens=4))
-            spec = make_spec(prompt(200) + prompt(50, 3), max_tokens=5)
+            await pair.generate_here("turn1", make_spec(worker_prompt(200), max_tokens=4))
+            spec = make_spec(worker_prompt(200) + worker_prompt(50, 3), max_tokens=5)
             hello = pair.prefill.hello
             pair.decode, pair.prefill = pair.prefill, pair.decode  # it takes, the other gives
             key = pb.Key(request_id="turn2")
@@ -216,7 +203,7 @@ def test_spans_that_lie_on_a_decode_worker_are_offered(model):
             await pair.decode.wait_idle()
             return [first.token_id for first in done.first_tokens]
 
-    assert run(main) == bare_answer(model, prompt(200) + prompt(50, 3), 5)[0][:1]
+    assert run(main) == answer_alone(model, worker_prompt(200) + worker_prompt(50, 3), 5)[0][:1]
 
 
 # ---- endings ----
@@ -226,7 +213,7 @@ def test_spans_that_lie_on_a_decode_worker_are_offered(model):
 def test_cancel_in_every_phase(model, phase, slow):
     async def main():
         async with run_pair(model) as (pair, _, _):
-            spec, stop = make_spec(prompt(700), max_tokens=200), asyncio.Event()
+            spec, stop = make_spec(worker_prompt(700), max_tokens=200), asyncio.Event()
 
             def reached(now):
                 if now == phase:
@@ -243,7 +230,7 @@ def test_cancel_in_every_phase(model, phase, slow):
             await pair.cancel("victim")  # idempotent
             await pair.prefill.wait_idle()
             await pair.decode.wait_idle()
-            again = await pair.generate("after", make_spec(prompt(90), max_tokens=3))
+            again = await pair.generate("after", make_spec(worker_prompt(90), max_tokens=3))
             assert len(again.token_ids[0]) == 3
             assert set(pair.decode.num_ended.values()) == {1} and set(pair.prefill.num_ended.values()) <= {1}
 
@@ -254,10 +241,10 @@ def test_a_deadline_ends_both_legs(model, slow):
     async def main():
         async with run_pair(model) as (pair, _, _):
             with pytest.raises(LegEnded) as caught:
-                await pair.generate("late", make_spec(prompt(100), max_tokens=900, budget_ms=500))
+                await pair.generate("late", make_spec(worker_prompt(100), max_tokens=900, budget_ms=500))
             assert caught.value.event.code == 4
             key = pb.Key(request_id="grant")
-            await pair.decode.send(admit=pb.Admit(key=key, spec=make_spec(prompt(20), budget_ms=100)))
+            await pair.decode.send(admit=pb.Admit(key=key, spec=make_spec(worker_prompt(20), budget_ms=100)))
             await pair.decode.next("grant", "granted")
             assert (await pair.decode.wait_ended("grant")).code == 4
             await pair.prefill.wait_idle()
@@ -269,7 +256,7 @@ def test_a_deadline_ends_both_legs(model, slow):
 def test_a_taker_that_never_comes(model):
     async def main():
         async with run_pair(model, lease_ttl_s=2.0) as (pair, _, _):
-            key, spec = pb.Key(request_id="left"), make_spec(prompt(200))
+            key, spec = pb.Key(request_id="left"), make_spec(worker_prompt(200))
             await pair.prefill.send(prefill=pb.Prefill(key=key, spec=spec, taker=pair.taker()))
             accepted = await pair.prefill.next("left", "accepted")
             await pair.prefill.next("left", "done")
@@ -292,7 +279,7 @@ def test_a_taker_that_never_comes(model):
 def test_tickets_and_handles_that_are_wrong(model):
     async def main():
         async with run_pair(model) as (pair, _, _):
-            spec = make_spec(prompt(200))
+            spec = make_spec(worker_prompt(200))
             for name in ("mine", "other"):
                 key = pb.Key(request_id=name)
                 await pair.prefill.send(prefill=pb.Prefill(key=key, spec=spec, taker=pair.taker()))
@@ -302,7 +289,7 @@ def test_tickets_and_handles_that_are_wrong(model):
                 "forged": (mine.handle, mine.ticket[:-1] + bytes([mine.ticket[-1] ^ 1]), spec, "TICKET_REFUSED"),
                 "swapped": (mine.handle, other.ticket, spec, "TICKET_REFUSED"),
                 "garbage": (b"\xff garbage", mine.ticket, spec, "KV_TRANSFER_FAILED"),
-                "another": (mine.handle, mine.ticket, make_spec(prompt(200, 5)), "KV_TRANSFER_FAILED"),
+                "another": (mine.handle, mine.ticket, make_spec(worker_prompt(200, 5)), "KV_TRANSFER_FAILED"),
             }
             for name, (handle, ticket, its_spec, reason) in wrong.items():
                 key = pb.Key(request_id=name)
@@ -322,7 +309,7 @@ def test_a_finer_form_is_refused(model):
     async def main():
         async with run_pair(model, prefill={"kv_dtype": "fp16"}, decode={"kv_dtype": "fp32"}) as (pair, _, _):
             with pytest.raises(LegEnded) as caught:
-                await pair.generate("odd", make_spec(prompt(100)))
+                await pair.generate("odd", make_spec(worker_prompt(100)))
             assert (caught.value.event.code, caught.value.event.reason) == (9, "LAYOUT_MISMATCH")
             await pair.cancel("odd")
             await pair.prefill.wait_idle()
@@ -338,7 +325,7 @@ def test_a_lost_stream_gives_everything_back(model, slow):
         async with run_pair(model) as (pair, prefill, decode):
             watchers = [await Session(f"127.0.0.1:{worker.port}").open() for worker in (prefill, decode)]
             started = asyncio.Event()
-            specs = [make_spec(prompt(300, i), max_tokens=500) for i in range(3)]
+            specs = [make_spec(worker_prompt(300, i), max_tokens=500) for i in range(3)]
             walks = [
                 asyncio.create_task(pair.generate(f"r{i}", spec, lambda now: now == "row" and started.set()))
                 for i, spec in enumerate(specs)
@@ -370,9 +357,9 @@ def test_a_step_that_fails_ends_its_keys_and_nothing_else(model):
 
             decode.engine.runner.run = fail
             with pytest.raises(LegEnded) as caught:
-                await pair.generate_here("broken", make_spec(prompt(100)))
+                await pair.generate_here("broken", make_spec(worker_prompt(100)))
             assert (caught.value.event.code, caught.value.event.reason) == (13, "ENGINE_FAILED")
-            await pair.generate_here("after", make_spec(prompt(100)))
+            await pair.generate_here("after", make_spec(worker_prompt(100)))
             await pair.decode.wait_idle()
 
     run(main)
@@ -391,7 +378,7 @@ def test_a_stalled_loop_is_not_serving(model):
             await wait_for(health_pb2.HealthCheckResponse.SERVING)
             healthy, stuck = decode.engine.runner.run, threading.Event()
             decode.engine.runner.run = lambda slices, on_layer: stuck.wait(30) and healthy(slices, on_layer)
-            walk = asyncio.create_task(pair.generate_here("stuck", make_spec(prompt(100))))
+            walk = asyncio.create_task(pair.generate_here("stuck", make_spec(worker_prompt(100))))
             await wait_for(health_pb2.HealthCheckResponse.NOT_SERVING)
             assert (await pair.decode.next_load()).state == "stalled"
             decode.engine.runner.run = healthy
@@ -441,7 +428,7 @@ def test_a_hello_says_what_the_worker_is(model):
 def test_index_events(model):
     async def main():
         async with run_pair(model) as (pair, _, decode):
-            first, second = make_spec(prompt(200)), make_spec(prompt(200, 4))
+            first, second = make_spec(worker_prompt(200)), make_spec(worker_prompt(200, 4))
             await pair.generate_here("a", first)
             await pair.decode.send(subscribe=pb.Subscribe())
             snapshot = await asyncio.wait_for(pair.decode.block_events.get(), 10)
@@ -455,7 +442,7 @@ def test_index_events(model):
                 seq = events.seq
                 known = (known | set(events.sealed)) - set(events.evicted)
             for i in range(8):  # 160 blocks: the oldest are evicted
-                await pair.generate_here(f"c{i}", make_spec(prompt(900, 10 + i), max_tokens=2))
+                await pair.generate_here(f"c{i}", make_spec(worker_prompt(900, 10 + i), max_tokens=2))
             async with asyncio.timeout(10):
                 while known != set(decode.engine.ledger.snapshot()):
                     events = await pair.decode.block_events.get()

@@ -12,10 +12,11 @@ from baton.v1 import worker_pb2 as pb
 from baton.worker.kv import intake
 from kvtransfer.layout import Endpoint
 from kvtransfer.wire import decode_handle, encode_handle
+from tests.support.bare_engine import answer_alone
 from tests.support.models import make_model
 from tests.support.stack import SLOW_STEPS
-from tests.support.worker.scripted import LegEnded, Session, make_spec, run, run_pair, run_worker
-from tests.worker.test_two_workers import bare_answer, prompt
+from tests.support.worker.scripted import LegEnded, Session, make_spec, run, run_pair, run_worker, worker_prompt
+from tests.support.worker.sources import generate_with_sources, offered_prefix
 
 
 @pytest.fixture(scope="module")
@@ -29,18 +30,18 @@ def test_other_block_sizes_are_exact(model, transport, sizes):
     async def main():
         prefill, decode = ({"block_size": size, "num_blocks": 5120 // size} for size in sizes)
         async with run_pair(model, prefill, decode, transports=(transport,)) as (pair, _, _):
-            answer = await pair.generate("one", make_spec(prompt(300), max_tokens=9))
+            answer = await pair.generate("one", make_spec(worker_prompt(300), max_tokens=9))
             assert answer.fetched.numerics == "exact" and answer.fetched.num_tokens == 300
             again = await pair.generate(
-                "two", make_spec(prompt(300) + prompt(70, 2), max_tokens=9, n=2, seed=3, temperature=1.0)
+                "two", make_spec(worker_prompt(300) + worker_prompt(70, 2), max_tokens=9, n=2, seed=3, temperature=1.0)
             )
             await pair.prefill.wait_idle()
             await pair.decode.wait_idle()
             return answer.token_ids, again.token_ids
 
     first, second = run(main)
-    assert first == bare_answer(model, prompt(300), 9)
-    assert second == bare_answer(model, prompt(300) + prompt(70, 2), 9, n=2, seed=3, temperature=1.0)
+    assert first == answer_alone(model, worker_prompt(300), 9)
+    assert second == answer_alone(model, worker_prompt(300) + worker_prompt(70, 2), 9, n=2, seed=3, temperature=1.0)
 
 
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
@@ -50,8 +51,8 @@ def test_a_lossier_form_is_fed_and_called_mixed(model, transport, caplog):
     async def main():
         decode = {"kv_dtype": "int8", "block_size": 64, "num_blocks": 80}
         async with run_pair(model, {"kv_dtype": "fp32"}, decode, transports=(transport,)) as (pair, _, _):
-            answer = await pair.generate("one", make_spec(prompt(200), max_tokens=6))
-            await pair.generate("two", make_spec(prompt(200, 5), max_tokens=6))
+            answer = await pair.generate("one", make_spec(worker_prompt(200), max_tokens=6))
+            await pair.generate("two", make_spec(worker_prompt(200, 5), max_tokens=6))
             assert answer.fetched.numerics == "mixed" and len(answer.token_ids[0]) == 6
             words = set(pair.prefill.hello.kv_gives) & set(pair.decode.hello.kv_takes)
             assert words and not set(pair.decode.hello.kv_gives) & set(pair.prefill.hello.kv_takes)
@@ -69,7 +70,7 @@ def test_strict_numerics(model, strict):
         async with run_pair(model, strict.get("prefill"), decode) as (pair, _, _):
             assert not set(pair.prefill.hello.kv_gives) & set(pair.decode.hello.kv_takes)
             with pytest.raises(LegEnded) as caught:
-                await pair.generate("one", make_spec(prompt(100)))
+                await pair.generate("one", make_spec(worker_prompt(100)))
             assert caught.value.event.reason == "LAYOUT_MISMATCH" and "strict" in caught.value.event.message
             await pair.cancel("one")
             await pair.prefill.wait_idle()
@@ -81,9 +82,9 @@ def test_strict_numerics(model, strict):
 def test_digests_of_sha256_move_the_same_kv(model):
     async def main():
         async with run_pair(model, decode={"kv_digest": "sha256"}) as (pair, _, _):
-            return (await pair.generate("one", make_spec(prompt(200), max_tokens=6))).token_ids
+            return (await pair.generate("one", make_spec(worker_prompt(200), max_tokens=6))).token_ids
 
-    assert run(main) == bare_answer(model, prompt(200), 6)
+    assert run(main) == answer_alone(model, worker_prompt(200), 6)
 
 
 def test_a_lease_serves_another_taker(model):
@@ -93,7 +94,7 @@ def test_a_lease_serves_another_taker(model):
         async with run_pair(model) as (pair, _, _), run_worker(model, "decode", block_size=64) as other:
             second = await Session(f"127.0.0.1:{other.port}").open()
             key, again = pb.Key(request_id="one"), pb.Key(request_id="one", attempt=1)
-            spec = make_spec(prompt(200), max_tokens=6)
+            spec = make_spec(worker_prompt(200), max_tokens=6)
             await pair.prefill.send(prefill=pb.Prefill(key=key, spec=spec, taker=pair.taker()))
             accepted = await pair.prefill.next("one", "accepted")
             done = await pair.prefill.next("one", "done")
@@ -135,7 +136,7 @@ def test_a_second_taker_gives_up(model):
     async def main():
         async with run_pair(model) as (pair, _, _):
             key, again = pb.Key(request_id="one"), pb.Key(request_id="two")
-            spec = make_spec(prompt(200), max_tokens=6)
+            spec = make_spec(worker_prompt(200), max_tokens=6)
             await pair.prefill.send(prefill=pb.Prefill(key=key, spec=spec, taker=pair.taker()))
             accepted = await pair.prefill.next("one", "accepted")
             offer = pb.Offer(key=again, lease_id=accepted.lease_id, taker=pair.taker(), budget_ms=9000)
@@ -159,7 +160,7 @@ def test_a_held_lease_that_expires_is_no_success(model):
     async def main():
         async with run_pair(model, lease_ttl_s=2.0) as (pair, _, _):
             key = pb.Key(request_id="left")
-            await pair.prefill.send(prefill=pb.Prefill(key=key, spec=make_spec(prompt(100)), taker=pair.taker()))
+            await pair.prefill.send(prefill=pb.Prefill(key=key, spec=make_spec(worker_prompt(100)), taker=pair.taker()))
             ended = await pair.prefill.wait_ended("left")
             assert (ended.code, ended.reason) == (14, "LEASE_EXPIRED")
             await pair.prefill.wait_idle()
@@ -170,40 +171,11 @@ def test_a_held_lease_that_expires_is_no_success(model):
 # ---- a prefill worker as a taker ----
 
 
-async def offered_prefix(pair, spec, num_spans: int, session: Session) -> pb.KVSource:
-    """`session`'s worker has read the prompt; it offers the first spans to the prefill worker."""
-    hello, key = pair.prefill.hello, pb.Key(request_id="offer")
-    taker = pb.Offer().taker
-    taker.MergeFrom(type(taker)(
-        instance=hello.instance, epoch=hello.epoch, layout=hello.layout, numerics_class=hello.numerics_class,
-        transports=hello.model.transports, host_id=hello.host_id,
-    ))  # fmt: skip
-    chain = pb.SpanChain(hashes=spec.span_hashes[:num_spans])
-    await session.send(offer=pb.Offer(key=key, spans=chain, taker=taker, budget_ms=9000))
-    offered = await session.next("offer", "offered")
-    return pb.KVSource(handle=offered.handle, ticket=offered.ticket)
-
-
-async def generate_with_sources(pair, spec, sources):
-    key = pb.Key(request_id="turn2")
-    await pair.decode.send(admit=pb.Admit(key=key, spec=spec))
-    await pair.decode.next("turn2", "granted")
-    await pair.prefill.send(prefill=pb.Prefill(key=key, spec=spec, taker=pair.taker(), sources=sources))
-    accepted = await pair.prefill.next("turn2", "accepted")
-    await pair.decode.send(fetch=pb.Fetch(key=key, handle=accepted.handle, ticket=accepted.ticket))
-    done = await pair.prefill.next("turn2", "done")
-    fetched = await pair.decode.next("turn2", "fetched")
-    for session in (pair.prefill, pair.decode):
-        await session.send(cancel=pb.Cancel(key=key))
-        await session.wait_idle()
-    return [first.token_id for first in done.first_tokens], done, fetched
-
-
 @pytest.mark.parametrize("block_size", [32, 128])
 def test_a_prefill_worker_pulls_its_prefix(model, block_size, monkeypatch):
     """And passes it on while it reads the rest, which takes a while."""
     monkeypatch.setattr(failpoints, "_board", failpoints._Board(SLOW_STEPS))
-    turn1, turn2 = prompt(200), prompt(200) + prompt(90, 3)
+    turn1, turn2 = worker_prompt(200), worker_prompt(200) + worker_prompt(90, 3)
 
     async def main():
         options = {"block_size": block_size, "num_blocks": 5120 // block_size}
@@ -221,11 +193,11 @@ def test_a_prefill_worker_pulls_its_prefix(model, block_size, monkeypatch):
             await session.close()
             return tokens
 
-    assert run(main) == bare_answer(model, turn2, 5)[0][:1]
+    assert run(main) == answer_alone(model, turn2, 5)[0][:1]
 
 
 def test_a_prefix_that_cannot_be_pulled_is_computed(model):
-    turn2 = prompt(290)
+    turn2 = worker_prompt(290)
 
     async def main():
         async with run_pair(model) as (pair, _prefill, _):
@@ -235,7 +207,7 @@ def test_a_prefix_that_cannot_be_pulled_is_computed(model):
             assert fetched.num_tokens == len(turn2) and not done.HasField("pulled")
             return tokens
 
-    assert run(main) == bare_answer(model, turn2, 5)[0][:1]
+    assert run(main) == answer_alone(model, turn2, 5)[0][:1]
 
 
 @asynccontextmanager
@@ -243,8 +215,8 @@ async def run_with_prefix_elsewhere(model):
     """Yield (pair, session of the holder, spec, source): a prompt whose first 192 tokens another worker offers."""
     async with run_pair(model) as (pair, _, _), run_worker(model, "decode") as holder:
         session = await Session(f"127.0.0.1:{holder.port}").open()
-        await type(pair)(pair.prefill, session).generate_here("turn1", make_spec(prompt(200), max_tokens=4))
-        spec = make_spec(prompt(290), max_tokens=5)
+        await type(pair)(pair.prefill, session).generate_here("turn1", make_spec(worker_prompt(200), max_tokens=4))
+        spec = make_spec(worker_prompt(290), max_tokens=5)
         yield pair, session, spec, await offered_prefix(pair, spec, 3, session)
 
 

@@ -1,6 +1,5 @@
 """`baton quantize` and `baton eval` from the command line."""
 
-import argparse
 import json
 import math
 import os
@@ -9,13 +8,13 @@ import subprocess
 import sys
 
 import pytest
-import torch
 from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
 
 from baton.cli.models import eval as evaluate
 from baton.cli.models import quantize
 from baton.quantization import schemes
+from tests.cli.models.calls import call
 from tests.support.gateway.small_tokenizers import byte_level
 from tests.support.model_folders.models_hard_to_quantize import make_demo_like
 
@@ -23,23 +22,6 @@ from tests.support.model_folders.models_hard_to_quantize import make_demo_like
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     return make_demo_like(tmp_path_factory.mktemp("models") / "float")
-
-
-def call(command, *words) -> int:
-    parser = argparse.ArgumentParser()
-    command.add_parser(parser.add_subparsers())
-    name = "eval" if command is evaluate else "quantize"
-    args = parser.parse_args([name, *map(str, words)])
-    return args.run(args)
-
-
-@pytest.fixture(autouse=True)
-def keep_process(monkeypatch):
-    """Signals and threads of the test's own process stay as they are."""
-    monkeypatch.setattr(signal, "signal", lambda *_: None)
-    threads = torch.get_num_threads()
-    yield
-    torch.set_num_threads(threads)
 
 
 def test_the_schemes_offered_are_the_schemes_made():

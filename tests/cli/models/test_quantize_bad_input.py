@@ -12,7 +12,7 @@ from baton.cli.models import eval as evaluate
 from baton.cli.models import quantize
 from baton.quantization.quantize import plan
 from baton.quantization.quantize import quantize as make
-from tests.cli.models.test_quantize import call, keep_process  # noqa: F401
+from tests.cli.models.calls import call
 from tests.support.model_folders.models_hard_to_quantize import make_demo_like
 
 WEIGHTS = "model.safetensors"

@@ -11,8 +11,8 @@ from prometheus_client.parser import text_string_to_metric_families as parse
 from baton.cli.main import main
 from baton.v1 import fleet_pb2, fleet_pb2_grpc
 from tests.e2e.conftest import GATEWAY_OPTIONS, OPTIONS
-from tests.e2e.observe.test_trace import CLOCK_TOLERANCE_NS, Traced
 from tests.support.client import Client
+from tests.support.observe.traced import CLOCK_TOLERANCE_NS, Traced
 from tests.support.pace import patience
 from tests.support.stack import Stack
 

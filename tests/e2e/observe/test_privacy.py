@@ -9,7 +9,7 @@ import grpc
 import pytest
 
 from baton.v1 import fleet_pb2, fleet_pb2_grpc
-from tests.e2e.observe.test_trace import Traced
+from tests.support.observe.traced import Traced
 from tests.support.pace import patience
 
 CANARY = "Xyzzy-plugh-canary"

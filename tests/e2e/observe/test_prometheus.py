@@ -14,9 +14,9 @@ import grpc
 import pytest
 import yaml
 
+from tests.support.observe.deployed import ALL_RULES, DASHBOARDS, DEPLOY, panels
 from tests.support.pace import patience
 from tests.support.process import Process
-from tests.test_monitoring import ALL_RULES, DASHBOARDS, DEPLOY, panels
 
 pytestmark = pytest.mark.long
 SCRAPE_S = 1

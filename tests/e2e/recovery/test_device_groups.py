@@ -10,7 +10,7 @@ import torch
 
 from baton.engine import native
 from tests.e2e.conftest import GATEWAY_OPTIONS
-from tests.support import bare
+from tests.support import bare_engine
 from tests.support.client import Client, gather
 from tests.support.process import children
 from tests.support.stack import SLOW_STEPS, Stack
@@ -33,7 +33,7 @@ class DeviceStack(Stack):
 def test_streams_outlive_a_rank_of_two(run_stack, model, prompts, tmp_path):
     """First whole answers, by way of both groups; then a rank of the one that writes is killed in mid-stream, and a
     worker of one process goes on, with the prompts' KV from the ranks that have read them."""
-    engine = bare.load_engine(model, **OPTIONS)
+    engine = bare_engine.load_engine(model, **OPTIONS)
     asked = [(prompts(90 + index), {"seed": index, "temperature": 0.9, "max_tokens": 40}) for index in range(3)]
     options = {"options": (*FLAGS, "--strict-numerics"), "env": {FOLDER: str(tmp_path)}, "fork_server": None}
     groups = {"prefill_options": RANKS, "decode_options": RANKS, "unlike_decode": [()]}
@@ -52,5 +52,7 @@ def test_streams_outlive_a_rank_of_two(run_stack, model, prompts, tmp_path):
         client.close()
     assert "num_attempts=2" in stack.gateways[0].text()
     for index, ((prompt_ids, fields), reply) in enumerate(zip(asked * 3, replies, strict=True)):
-        whole = bare.run(engine, [bare.make_request(str(index), prompt_ids, eos_ids=EOS, **fields)])[str(index)]
+        whole = bare_engine.serve_alone(
+            engine, [bare_engine.bare_request(str(index), prompt_ids, eos_ids=EOS, **fields)]
+        )[str(index)]
         assert reply.token_ids == whole[0].token_ids

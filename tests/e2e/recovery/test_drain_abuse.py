@@ -9,7 +9,7 @@ import pytest
 
 from baton.v1 import worker_pb2 as pb
 from baton.v1 import worker_pb2_grpc
-from tests.e2e.recovery.test_recovery import await_workers
+from tests.e2e.recovery.waits import await_workers
 from tests.support.client import Client, read_error
 from tests.support.observe.probe import Probe
 from tests.support.pace import patience

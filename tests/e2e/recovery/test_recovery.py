@@ -1,7 +1,6 @@
 """Real processes that die, are drained and change their roles in the middle of answers, greedy and sampled: each answer
 is the undisturbed one, token for token, and in the end no block is held. More faults: tests/faults."""
 
-import json
 import random
 import re
 import subprocess
@@ -10,7 +9,6 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from urllib.error import HTTPError
 from urllib.request import urlopen
 
 import grpc
@@ -19,7 +17,8 @@ import pytest
 from baton.loadgen.summary import percentile
 from baton.v1 import inference_pb2 as pb
 from baton.v1 import worker_pb2, worker_pb2_grpc
-from tests.support.client import Choice, Client, Reply, read_error
+from tests.e2e.recovery.waits import await_workers, decoding_at
+from tests.support.client import Client, Reply, add_messages, read_error, read_some
 from tests.support.observe.probe import Probe
 from tests.support.pace import patience
 from tests.support.process import ROOT
@@ -80,21 +79,6 @@ def settle(stack: Stack) -> None:
             probe.close()
 
 
-def await_workers(stack: Stack, gateway, timeout_s: float = 30) -> None:
-    """Until a gateway has a session with every worker."""
-    deadline = time.monotonic() + patience(timeout_s)
-    while True:
-        try:
-            page = urlopen(f"http://{gateway.ready()['admin']}/readyz", timeout=5).read()
-        except HTTPError as error:
-            page = error.read()
-        states = {worker["state"] for worker in json.loads(page)["workers"].values()}
-        if states == {"serving"}:
-            return
-        assert time.monotonic() < deadline, states
-        time.sleep(0.02)
-
-
 @contextmanager
 def client_of(stack: Stack, index: int = 0) -> Iterator[Client]:
     client = Client(stack.address[stack.gateways[index].name])
@@ -108,35 +92,6 @@ def fields_of(sampling: str, **more) -> dict:
     return {"max_tokens": MAX_TOKENS, "ignore_eos": True, **SAMPLINGS[sampling], **more}
 
 
-def decoding_at(stack: Stack) -> list:
-    """Decode workers with something to do, the busiest first. At least one: a report may be older than the work."""
-    deadline = time.monotonic() + patience(5)
-    while True:
-        loads = []
-        for process in stack.decode:
-            probe = Probe(stack.address[process.name])
-            loads.append((probe.load().num_running, process))
-            probe.close()
-        if busy := [process for num, process in sorted(loads, key=lambda each: -each[0]) if num]:
-            return busy
-        assert time.monotonic() < deadline, "no worker decodes"
-
-
-def add(reply: Reply, messages) -> Reply:
-    """Add messages to what a client has received."""
-    for message in messages:
-        choice = reply.choices.setdefault(message.index, Choice())
-        choice.pieces.append(message.text)
-        choice.token_ids.extend(message.token_ids)
-        choice.logprobs += [(each.chosen.token_id, each.chosen.logprob) for each in message.logprobs]
-        if message.finish_reason:
-            choice.finish_reason = message.finish_reason
-        if message.HasField("usage"):
-            reply.usage = message.usage
-        reply.seed = message.seed if message.HasField("seed") else reply.seed
-    return reply
-
-
 def same(reply: Reply, expected: Reply) -> None:
     for index, choice in expected.choices.items():
         mine = reply.choices[index]
@@ -147,18 +102,11 @@ def same(reply: Reply, expected: Reply) -> None:
     assert reply.usage.prompt_tokens == expected.usage.prompt_tokens
 
 
-def read_some(call, num_messages: int) -> Reply:
-    reply = Reply()
-    for _ in range(num_messages):
-        add(reply, [next(call)])
-    return reply
-
-
 def test_a_decode_worker_is_killed(stack, prompts):
     """With every kind of answer on it, each at another token."""
     many = [(prompts(100), fields_of(sampling)) for sampling in SAMPLINGS]
     with client_of(stack) as client:
-        expected = [add(Reply(), client.stream(prompt, **fields)) for prompt, fields in many]
+        expected = [add_messages(Reply(), client.stream(prompt, **fields)) for prompt, fields in many]
         for process in stack.decode:
             process.arm(SLOW)
         calls = [client.stream(prompt, **fields) for prompt, fields in many]
@@ -166,7 +114,7 @@ def test_a_decode_worker_is_killed(stack, prompts):
         busy, *_ = decoding_at(stack)
         busy.kill()
         for call, reply, whole in zip(calls, replies, expected, strict=True):
-            same(add(reply, call), whole)
+            same(add_messages(reply, call), whole)
 
 
 @pytest.mark.parametrize("is_parked", [True, pytest.param(False, marks=pytest.mark.long)], ids=["attach", "replay"])
@@ -174,7 +122,7 @@ def test_a_gateway_dies_and_its_clients_go_to_another(stack, prompts, is_parked)
     """All of them have sent their seed and counted their tokens."""
     many = [(prompts(80), fields_of(sampling)) for sampling in SAMPLINGS for _ in range(2)]
     with client_of(stack, 1) as other:
-        expected = [add(Reply(), other.stream(prompt, **fields)) for prompt, fields in many]
+        expected = [add_messages(Reply(), other.stream(prompt, **fields)) for prompt, fields in many]
     for process in stack.decode:
         process.arm(f"engine.step=sleep:{patience(0.1):.3f}")  # none ends before all have begun
     with client_of(stack) as client:
@@ -184,7 +132,7 @@ def test_a_gateway_dies_and_its_clients_go_to_another(stack, prompts, is_parked)
         for call, reply in zip(calls, replies, strict=True):
             with pytest.raises(grpc.RpcError):
                 for message in call:
-                    add(reply, [message])
+                    add_messages(reply, [message])
     before = num_attached(stack.gateways[1])
     if not is_parked:  # another life of the workers knows nothing of it
         for process in stack.decode:
@@ -199,7 +147,7 @@ def test_a_gateway_dies_and_its_clients_go_to_another(stack, prompts, is_parked)
             again = {**fields, "seed": reply.seed}
             calls.append(other.stream(prompt, request_id=f"many-{i}", resume_from=received, **again))
         for call, reply, whole in zip(calls, replies, expected, strict=True):
-            same(add(reply, call), whole)
+            same(add_messages(reply, call), whole)
     attached = num_attached(stack.gateways[1]) - before
     assert attached > 0 if is_parked else attached == 0
 
@@ -213,7 +161,7 @@ def test_a_gateway_that_is_told_to_go(stack, prompts):
     """SIGTERM with a stream that is longer than the grace: the client hears how to go on, and does."""
     prompt = prompts(80)
     with client_of(stack, 1) as other:
-        expected = add(Reply(), other.stream(prompt, **fields_of("seeded")))
+        expected = add_messages(Reply(), other.stream(prompt, **fields_of("seeded")))
         for process in stack.decode:
             process.arm("engine.step=sleep:0.05")
         with client_of(stack) as client:
@@ -222,13 +170,13 @@ def test_a_gateway_that_is_told_to_go(stack, prompts):
             stack.gateways[0].terminate()
             with pytest.raises(grpc.RpcError) as caught:
                 for message in call:
-                    add(reply, [message])
+                    add_messages(reply, [message])
             said = read_error(caught.value)
             assert said.code == grpc.StatusCode.UNAVAILABLE and said.reason == "DRAINING", said
         assert stack.gateways[0].wait() == 0
         received = [len(reply.choices[0].token_ids)]
         again = other.stream(prompt, request_id="told", resume_from=received, **fields_of("seeded"))
-        same(add(reply, again), expected)
+        same(add_messages(reply, again), expected)
 
 
 class Load:
@@ -239,7 +187,7 @@ class Load:
         self.wrong, self.num_answered, self.gaps = [], 0, []
         self._asks = [(prompts(90), fields_of(sampling)) for sampling in ("greedy", "seeded") for _ in range(2)]
         with client_of(stack) as client:
-            self._expected = [add(Reply(), client.stream(prompt, **fields)) for prompt, fields in self._asks]
+            self._expected = [add_messages(Reply(), client.stream(prompt, **fields)) for prompt, fields in self._asks]
         self._threads = [threading.Thread(target=self._run, args=(i,)) for i in range(num_clients)]
 
     def __enter__(self) -> "Load":
@@ -263,7 +211,7 @@ class Load:
                         now = time.monotonic()
                         self.gaps += [now - at] if at else []
                         at = now
-                        add(reply, [message])
+                        add_messages(reply, [message])
                     same(reply, self._expected[which])
                 except (grpc.RpcError, AssertionError) as error:
                     self.wrong.append(str(error))
@@ -299,18 +247,18 @@ def test_the_kv_of_an_answer_moves_with_it(stack, prompts):
     """A drained decode worker gives it to the next one, which computes no more than what follows the last full span."""
     prompt, fields = prompts(100), fields_of("seeded", max_tokens=400)
     with client_of(stack) as client:
-        whole = add(Reply(), client.stream(prompt, **fields))
+        whole = add_messages(Reply(), client.stream(prompt, **fields))
         before = recovered(stack.gateways[0])
         for process in stack.decode:
             process.arm("engine.step=sleep:0.02")
         call = client.stream(prompt, **fields)
         reply = Reply()
         while not reply.choices or len(reply.choices[0].token_ids) < 70:
-            add(reply, [next(call)])
+            add_messages(reply, [next(call)])
         busy, *_ = decoding_at(stack)
         with grpc.insecure_channel(stack.address[busy.name]) as channel:  # a command would take a second to start
             worker_pb2_grpc.WorkerStub(channel).Drain(worker_pb2.DrainRequest(), timeout=patience(5))
-        same(add(reply, call), whole)
+        same(add_messages(reply, call), whole)
         assert busy.wait() == 0
     reused, computed = (after - then for after, then in zip(recovered(stack.gateways[0]), before, strict=True))
     assert reused >= 128 and 0 < computed <= 64, (reused, computed)

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from tests.e2e.conftest import GATEWAY_OPTIONS, OPTIONS
-from tests.support import bare
+from tests.support import bare_engine
 from tests.support.client import Client
 from tests.support.process import Process
 
@@ -39,10 +39,12 @@ def stages(address: str) -> tuple[str, ...]:
 
 def check_answers(target: str, model, prompts) -> None:
     """Token for token what one engine says, for prompts whose KV moves."""
-    engine, client = bare.load_engine(model, num_blocks=160, threads=1), Client(target)
+    engine, client = bare_engine.load_engine(model, num_blocks=160, threads=1), Client(target)
     for index, prompt_ids in enumerate(prompts):
         fields = {"seed": index, "temperature": 0.9, "n": 2, "max_tokens": MAX_TOKENS}
-        whole = bare.run(engine, [bare.make_request(str(index), prompt_ids, eos_ids=EOS, **fields)])[str(index)]
+        whole = bare_engine.serve_alone(
+            engine, [bare_engine.bare_request(str(index), prompt_ids, eos_ids=EOS, **fields)]
+        )[str(index)]
         reply = client.generate(prompt_ids, **fields)
         assert reply.timing.transfer_s > 0
         for choice, wanted in whole.items():

@@ -7,8 +7,8 @@ import shutil
 import pytest
 
 from tests.e2e.conftest import GATEWAY_OPTIONS, OPTIONS
-from tests.e2e.recovery.test_recovery import decoding_at
-from tests.support import bare
+from tests.e2e.recovery.waits import decoding_at
+from tests.support import bare_engine
 from tests.support.client import Client, gather
 from tests.support.model_folders.families import make_folder
 from tests.support.observe.probe import Probe
@@ -80,11 +80,14 @@ def questions(prompts):
 
 @pytest.fixture(scope="module")
 def answers(hybrid, questions):
-    engine = bare.load_engine(hybrid, num_blocks=160, threads=1)
+    engine = bare_engine.load_engine(hybrid, num_blocks=160, threads=1)
     requests = [
-        bare.make_request(name, ids, max_tokens=12, eos_ids=EOS, **fields) for name, (ids, fields) in questions.items()
+        bare_engine.bare_request(name, ids, max_tokens=12, eos_ids=EOS, **fields)
+        for name, (ids, fields) in questions.items()
     ]
-    return {name: choices for request in requests for name, choices in bare.run(engine, [request]).items()}
+    return {
+        name: choices for request in requests for name, choices in bare_engine.serve_alone(engine, [request]).items()
+    }
 
 
 def test_split_equals_whole_and_again_from_the_cache(client, questions, answers):

@@ -12,9 +12,10 @@ import pytest
 from baton.constraints.constraint import Constraint
 from baton.constraints.gbnf import in_lark
 from baton.v1 import inference_pb2 as pb
-from tests.e2e.requests.test_split_equals_whole import EOS, assert_same
-from tests.support import bare
+from tests.support import bare_engine
+from tests.support.bare_engine import assert_same
 from tests.support.client import make_request, read_error
+from tests.support.models import EOS_IDS
 
 SCHEMA = {
     "type": "object",
@@ -38,7 +39,7 @@ SAMPLING = [{"temperature": 0.0}, {"temperature": 1.0, "seed": 3, "n": 2, "logpr
 
 @pytest.fixture(scope="module")
 def engine(model):
-    return bare.load_engine(model, num_blocks=160, threads=1)
+    return bare_engine.load_engine(model, num_blocks=160, threads=1)
 
 
 @pytest.mark.parametrize("stack_client", ["client", "local_client"])
@@ -48,8 +49,8 @@ def test_split_equals_whole(request, stack_client, engine, prompts):
     for index, (message, constraint) in enumerate(CASES):
         for sampling in SAMPLING:
             prompt_ids, name = prompts(90), f"constrained-{index}-{len(sampling)}"
-            wanted = bare.make_request(name, prompt_ids, max_tokens=120, eos_ids=EOS, **sampling)
-            whole = bare.run(engine, [replace(wanted, constraint=constraint)])[name]
+            wanted = bare_engine.bare_request(name, prompt_ids, max_tokens=120, eos_ids=EOS_IDS, **sampling)
+            whole = bare_engine.serve_alone(engine, [replace(wanted, constraint=constraint)])[name]
             reply = client.generate(prompt_ids, max_tokens=120, constraint=message, **sampling)
             assert_same(reply, whole)
             for choice in reply.choices.values():

@@ -1,12 +1,12 @@
 """The answer of prefill worker + transfer + decode worker is the answer of one Engine, token for token."""
 
-import numpy as np
 import pytest
 
-from tests.support import bare
-from tests.support.client import Reply, make_request
+from tests.support import bare_engine
+from tests.support.bare_engine import assert_same
+from tests.support.client import make_request
+from tests.support.models import EOS_IDS
 
-EOS = (0, 4)  # <|endoftext|>, <|end|>: the generation_config of tests/support/models.py
 LENGTHS = (1, 31, 64, 65, 150, 300)  # less than a block, a block, a span, one over, with a tail, several chunks
 SAMPLING = {
     "greedy": {"temperature": 0.0},
@@ -27,7 +27,7 @@ MAX_TOKENS = 12
 
 @pytest.fixture(scope="module")
 def engine(model):
-    return bare.load_engine(model, num_blocks=160, threads=1)
+    return bare_engine.load_engine(model, num_blocks=160, threads=1)
 
 
 @pytest.fixture(params=["shm", "tcp", "local"])
@@ -48,26 +48,9 @@ def answers(engine, questions):
     """Return the answers of the bare engine, one request at a time: choices by index, by name."""
     found = {}
     for name, prompt_ids, sampling in questions:
-        request = bare.make_request(name, prompt_ids, max_tokens=MAX_TOKENS, eos_ids=EOS, **sampling)
-        found |= bare.run(engine, [request])
+        request = bare_engine.bare_request(name, prompt_ids, max_tokens=MAX_TOKENS, eos_ids=EOS_IDS, **sampling)
+        found |= bare_engine.serve_alone(engine, [request])
     return found
-
-
-def assert_same(reply: Reply, whole: dict[int, bare.BareChoice]) -> None:
-    assert sorted(reply.choices) == sorted(whole)
-    for index, choice in whole.items():
-        got = reply.choices[index]
-        assert got.token_ids == choice.token_ids
-        assert got.finish_reason == choice.finish_reason
-        assert _flat(got.logprobs) == _flat(choice.logprobs)
-
-
-def _flat(logprobs: list[tuple]) -> list[tuple]:
-    """As the wire carries them: float32."""
-    return [
-        (token_id, float(np.float32(value)), tuple((best, float(np.float32(worth))) for best, worth in top))
-        for token_id, value, top in logprobs
-    ]
 
 
 def test_one_by_one(any_client, questions, answers):

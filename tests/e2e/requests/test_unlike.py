@@ -9,25 +9,27 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.conftest import GATEWAY_OPTIONS, OPTIONS
-from tests.support import bare
+from tests.support import bare_engine
 from tests.support.client import Client, gather
+from tests.support.models import EOS_IDS
 from tests.support.process import Process, children
 from tests.support.stack import SLOW_STEPS
 
 MAX_TOKENS = 10
-EOS = (0, 4)
 BATON = str(Path(sys.executable).with_name("baton"))
 
 
 def test_other_block_sizes_are_token_for_token_the_whole_run(run_stack, model, prompts):
-    engine = bare.load_engine(model, num_blocks=160, threads=1)
+    engine = bare_engine.load_engine(model, num_blocks=160, threads=1)
     options = {"prefill_options": ("--block-size", "32"), "decode_options": ("--block-size", "64")}
     with run_stack("blocks", gateway_options=GATEWAY_OPTIONS, **options) as stack:
         client = Client(stack.target)
         for index, num_tokens in enumerate((31, 150, 300)):
             prompt_ids, sampling = prompts(num_tokens), {"temperature": 0.9, "seed": index, "n": 2}
-            request = bare.make_request(str(index), prompt_ids, max_tokens=MAX_TOKENS, eos_ids=EOS, **sampling)
-            whole = bare.run(engine, [request])[str(index)]
+            request = bare_engine.bare_request(
+                str(index), prompt_ids, max_tokens=MAX_TOKENS, eos_ids=EOS_IDS, **sampling
+            )
+            whole = bare_engine.serve_alone(engine, [request])[str(index)]
             reply = client.generate(prompt_ids, max_tokens=MAX_TOKENS, **sampling)
             assert reply.timing.transfer_s > 0
             for choice, wanted in whole.items():
@@ -41,7 +43,7 @@ def test_other_block_sizes_are_token_for_token_the_whole_run(run_stack, model, p
 )  # fmt: skip
 def test_other_numbers_of_ranks_are_token_for_token_the_whole_run(run_stack, model, prompts, prefill, decode):
     """Of one numerics class."""
-    engine = bare.load_engine(model, num_blocks=160, threads=1)
+    engine = bare_engine.load_engine(model, num_blocks=160, threads=1)
     options = {
         "options": (*OPTIONS, "--strict-numerics"),
         "prefill_options": ("--tensor-parallel", str(prefill)),
@@ -51,10 +53,10 @@ def test_other_numbers_of_ranks_are_token_for_token_the_whole_run(run_stack, mod
         client = Client(stack.target)
         for index, num_tokens in enumerate((31, 300)):
             prompt_ids = prompts(num_tokens)
-            request = bare.make_request(
-                str(index), prompt_ids, max_tokens=MAX_TOKENS, eos_ids=EOS, seed=index, temperature=0.9, n=2
+            request = bare_engine.bare_request(
+                str(index), prompt_ids, max_tokens=MAX_TOKENS, eos_ids=EOS_IDS, seed=index, temperature=0.9, n=2
             )
-            whole = bare.run(engine, [request])[str(index)]
+            whole = bare_engine.serve_alone(engine, [request])[str(index)]
             reply = client.generate(prompt_ids, max_tokens=MAX_TOKENS, seed=index, temperature=0.9, n=2)
             assert reply.timing.transfer_s > 0
             for choice, wanted in whole.items():
@@ -66,7 +68,7 @@ def test_other_numbers_of_ranks_are_token_for_token_the_whole_run(run_stack, mod
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 def test_streams_of_a_lost_rank_go_on_in_another_number_of_ranks(run_stack, model, prompts, how):
     """Two ranks lose one in mid stream: a worker of one process, of the same class, goes on with every token."""
-    engine = bare.load_engine(model, num_blocks=160, threads=1)
+    engine = bare_engine.load_engine(model, num_blocks=160, threads=1)
     workers = {"decode_options": ("--tensor-parallel", "2"), "unlike_decode": [()]}
     options = {"options": (*OPTIONS, "--strict-numerics"), **workers}
     asked = [(prompts(40 + index), {"seed": index, "temperature": 0.9, "max_tokens": 60}) for index in range(4)]
@@ -83,7 +85,9 @@ def test_streams_of_a_lost_rank_go_on_in_another_number_of_ranks(run_stack, mode
         client.close()
     assert "num_attempts=2" in stack.gateways[0].text()
     for index, ((prompt_ids, fields), reply) in enumerate(zip(asked, replies, strict=True)):
-        whole = bare.run(engine, [bare.make_request(str(index), prompt_ids, eos_ids=EOS, **fields)])[str(index)]
+        whole = bare_engine.serve_alone(
+            engine, [bare_engine.bare_request(str(index), prompt_ids, eos_ids=EOS_IDS, **fields)]
+        )[str(index)]
         assert reply.token_ids == whole[0].token_ids
 
 

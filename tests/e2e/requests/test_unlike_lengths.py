@@ -3,8 +3,7 @@
 import grpc
 import pytest
 
-from tests.e2e.recovery.test_recovery import add, read_some
-from tests.support.client import Client, read_error
+from tests.support.client import Client, add_messages, read_error, read_some
 
 ANSWER = {"max_tokens": 400, "temperature": 0.0, "ignore_eos": True}
 THREADS = ("--threads", "1")
@@ -44,12 +43,12 @@ def test_one_request_has_one_answer_and_outlives_the_longer_worker(run_stack, cl
                 if victim is stack.decode[1]:
                     victim.kill()
                     with pytest.raises(grpc.RpcError) as caught:
-                        add(reply, call)
+                        add_messages(reply, call)
                     said = read_error(caught.value)
                     assert said.code == grpc.StatusCode.UNAVAILABLE and said.reason == "DECODE_WORKER_LOST"
                 else:
                     victim.kill()
-                    reply = add(reply, call)
+                    reply = add_messages(reply, call)
                     assert reply.token_ids == answers[0].token_ids
         assert len(client.generate(prompt, **{**ANSWER, "max_tokens": 150}).token_ids) == 150
 

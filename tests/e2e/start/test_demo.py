@@ -8,7 +8,7 @@ from tokenizers import Tokenizer
 
 from baton.cli.cluster import demo
 from baton.client import make_request
-from tests.support import bare
+from tests.support import bare_engine
 from tests.support.process import ROOT
 
 MODEL = ROOT / "demo" / "target"
@@ -33,10 +33,10 @@ def _whole() -> str:
     """The text that one engine without a stack writes to the same sampling."""
     tokenizer = Tokenizer.from_file(str(MODEL / "tokenizer.json"))
     prompt_ids = tokenizer.encode(PROMPT).ids
-    engine = bare.load_engine(MODEL, num_blocks=64)
+    engine = bare_engine.load_engine(MODEL, num_blocks=64)
     eos_ids = engine.spec.eos_token_ids
     sampling = {field.name: value for field, value in make_request(PROMPT, demo.SAMPLING).sampling.ListFields()}
-    request = bare.make_request("whole", prompt_ids, max_tokens=MAX_TOKENS, eos_ids=eos_ids, **sampling)
-    answer = bare.run(engine, [request])["whole"][0]
+    request = bare_engine.bare_request("whole", prompt_ids, max_tokens=MAX_TOKENS, eos_ids=eos_ids, **sampling)
+    answer = bare_engine.serve_alone(engine, [request])["whole"][0]
     token_ids = [token_id for token_id in answer.token_ids if token_id not in eos_ids]
     return tokenizer.decode(token_ids)

@@ -11,16 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.conftest import ROLES
-from tests.support.process import ROOT
-
-
-def assert_one_line(stderr: str, *names: str) -> None:
-    """Its last line says it all, and nothing before it looks like a crash."""
-    lines = stderr.strip().splitlines()
-    assert lines, "nothing was printed"
-    assert "Traceback" not in stderr, stderr
-    for name in names:
-        assert name in lines[-1], f"{name!r} is not in: {lines[-1]}"
+from tests.support.process import ROOT, assert_one_line
 
 
 @pytest.fixture

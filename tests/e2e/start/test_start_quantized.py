@@ -5,8 +5,8 @@ import shutil
 import pytest
 import torch
 
-from tests.e2e.start.test_start_errors import assert_one_line
 from tests.support.model_folders import quantized_folders
+from tests.support.process import assert_one_line
 
 PROJECTION = "model.layers.1.mlp.up_proj"
 

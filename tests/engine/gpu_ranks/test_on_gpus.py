@@ -7,7 +7,7 @@ from torch import distributed
 from baton.engine.core.config import EngineConfig
 from baton.engine.engine import Engine
 from baton.engine.gpu_ranks.build import devices_for, load_on_gpus
-from tests.support import bare
+from tests.support import bare_engine
 from tests.support.model_folders.families import make_folder, random_ids
 
 
@@ -23,13 +23,15 @@ def config_of(folder, degree: int, **options) -> EngineConfig:
 def test_tokens_of_one_gpu(tmp_path, options, ranks):
     make_folder(tmp_path, "llama3", torch.bfloat16, head_dim=64)
     prompts = [random_ids(length, length) for length in (3, 17, 64, 150)]
-    requests = [bare.make_request(str(i), ids, max_tokens=24, temperature=0.8, seed=7) for i, ids in enumerate(prompts)]
+    requests = [
+        bare_engine.bare_request(str(i), ids, max_tokens=24, temperature=0.8, seed=7) for i, ids in enumerate(prompts)
+    ]
     found = []
     for degree in (1, 2):
         config = config_of(tmp_path, 1, device="cuda", dtype="bf16", **options, **({ranks: 2} if degree > 1 else {}))
         engine = Engine.load(config)
         assert engine.runner.launcher.num_graphs > 0
-        answers = bare.run(engine, requests)
+        answers = bare_engine.serve_alone(engine, requests)
         found.append(([answers[str(i)][0].token_ids for i in range(len(prompts))], engine.numerics_class))
         if engine.ranks is not None:
             engine.ranks.close()

@@ -15,7 +15,7 @@ from baton.engine.core.model_errors import ModelError
 from baton.engine.engine import Engine
 from baton.sampling_params import SamplingParams
 from baton.training.data.tokenizer import load_tokenizer
-from tests.support import bare
+from tests.support import bare_engine
 from tests.support.model_folders.learned_model import TEXT, make_heads, make_learned_model
 from tests.support.models import make_model
 
@@ -44,7 +44,9 @@ def requests(model):
         {"temperature": 1.0, "seed": 10, "min_p": 0.05, "logprobs": 2},
     )
     return [
-        bare.make_request(f"{index}", token_ids[index : index + 5 + 17 * index], max_tokens=40 + 3 * index, **sampling)
+        bare_engine.bare_request(
+            f"{index}", token_ids[index : index + 5 + 17 * index], max_tokens=40 + 3 * index, **sampling
+        )
         for index, sampling in enumerate(fields)
     ]
 
@@ -52,11 +54,11 @@ def requests(model):
 @pytest.mark.parametrize("num_draft_tokens", [None, 4])
 @pytest.mark.parametrize("kind", KINDS)
 def test_answers_are_those_of_plain_decoding(kind, num_draft_tokens, model, heads):
-    plain = bare.run(bare.load_engine(model), requests(model))
+    plain = bare_engine.serve_alone(bare_engine.load_engine(model), requests(model))
     options = dict(speculator=kind, draft_model=heads[kind], num_draft_tokens=num_draft_tokens)
-    engine = bare.load_engine(model, **options)
+    engine = bare_engine.load_engine(model, **options)
     for _ in range(2):  # again with what was kept of the first round
-        assert bare.run(engine, requests(model)) == plain
+        assert bare_engine.serve_alone(engine, requests(model)) == plain
         engine.check_integrity()
     counts = engine.speculator.counts[kind]
     if num_draft_tokens is not None:
@@ -69,10 +71,13 @@ def test_answers_are_those_of_plain_decoding(kind, num_draft_tokens, model, head
 @pytest.mark.parametrize("kind", KINDS)
 def test_heads_of_the_first_of_two_ranks(kind, model, heads):
     """They ask all ranks for rows of the embedding and of the head."""
-    plain, options = bare.run(bare.load_engine(model), requests(model)), dict(speculator=kind, num_draft_tokens=4)
-    engine = bare.load_engine(model, draft_model=heads[kind], tensor_parallel=2, threads=1, **options)
+    plain, options = (
+        bare_engine.serve_alone(bare_engine.load_engine(model), requests(model)),
+        dict(speculator=kind, num_draft_tokens=4),
+    )
+    engine = bare_engine.load_engine(model, draft_model=heads[kind], tensor_parallel=2, threads=1, **options)
     try:
-        assert bare.run(engine, requests(model)) == plain
+        assert bare_engine.serve_alone(engine, requests(model)) == plain
     finally:
         engine.ranks.close()
     counts = engine.speculator.counts[kind]
@@ -81,13 +86,13 @@ def test_heads_of_the_first_of_two_ranks(kind, model, heads):
 
 def test_hidden_states_are_followed_while_another_proposes(model, heads, monkeypatch):
     """Prompt lookup has its turns; what the layer has seen by then is not forgotten."""
-    engine = bare.load_engine(model, speculator="auto", draft_model=heads["eagle"], num_draft_tokens=2)
+    engine = bare_engine.load_engine(model, speculator="auto", draft_model=heads["eagle"], num_draft_tokens=2)
     eagle, closed = engine.speculator.proposers["eagle"], []
     close = eagle.close
     monkeypatch.setattr(eagle, "close", lambda draftee: (closed.append(draftee), close(draftee)))
     token_ids = load_tokenizer(model).encode(TEXT).ids
-    request = bare.make_request("a", token_ids[:40], max_tokens=150, temperature=1.0, seed=3)
-    bare.run(engine, [request])
+    request = bare_engine.bare_request("a", token_ids[:40], max_tokens=150, temperature=1.0, seed=3)
+    bare_engine.serve_alone(engine, [request])
     engine.step()
     assert len(closed) == 1
     assert all(engine.speculator.counts[name].num_drafts > 0 for name in ("ngram", "eagle"))
@@ -97,20 +102,22 @@ def test_hidden_states_are_followed_while_another_proposes(model, heads, monkeyp
 def test_more_sequences_than_slots_never_wait_for_each_other(kind, model, heads):
     options = dict(speculator=kind, draft_model=heads[kind], num_draft_tokens=2, max_num_seqs=3)
     single = [request for request in requests(model) if request.sampling.n == 1]
-    plain = bare.run(bare.load_engine(model, max_num_seqs=3), single)
-    assert bare.run(bare.load_engine(model, **options), single) == plain
+    plain = bare_engine.serve_alone(bare_engine.load_engine(model, max_num_seqs=3), single)
+    assert bare_engine.serve_alone(bare_engine.load_engine(model, **options), single) == plain
 
 
 def test_eagle_goes_on_beyond_its_window(model, heads, monkeypatch):
     """Its context moves down in its slot, and rows that were never asked for are dropped."""
     monkeypatch.setattr("baton.engine.speculation.proposers.feature_proposer.WINDOW", 8)
     token_ids = load_tokenizer(model).encode(TEXT).ids
-    request = bare.make_request("a", token_ids[:10], max_tokens=200)
-    engine = bare.load_engine(model, speculator="eagle", draft_model=heads["eagle"], num_draft_tokens=3)
+    request = bare_engine.bare_request("a", token_ids[:10], max_tokens=200)
+    engine = bare_engine.load_engine(model, speculator="eagle", draft_model=heads["eagle"], num_draft_tokens=3)
     eagle, moved = engine.speculator.proposers["eagle"], []
     move = eagle._move_down
     eagle._move_down = lambda context: (moved.append(context.num_rows), move(context))
-    assert bare.run(engine, [request]) == bare.run(bare.load_engine(model), [request])
+    assert bare_engine.serve_alone(engine, [request]) == bare_engine.serve_alone(
+        bare_engine.load_engine(model), [request]
+    )
     assert moved and min(moved) > 8
     counts = engine.speculator.counts["eagle"]
     assert counts.accepted[0] > 0.3 * counts.proposed[0], counts
@@ -132,7 +139,7 @@ def test_one_native_call_guesses_what_the_passes_do_one_by_one(kind, model, head
     greedy = [replace(request, sampling=SamplingParams(n=request.sampling.n)) for request in requests(model)]
     seen = []
     for is_native in (True, False):
-        engine = bare.load_engine(model, **options)
+        engine = bare_engine.load_engine(model, **options)
         proposer, drafts = engine.speculator.proposers[kind], []
         call = "_native" if kind == "medusa" else "_passes"
         assert getattr(proposer, call) is not None
@@ -146,7 +153,7 @@ def test_one_native_call_guesses_what_the_passes_do_one_by_one(kind, model, head
             return found
 
         proposer.propose = watched
-        seen.append((bare.run(engine, greedy), drafts))
+        seen.append((bare_engine.serve_alone(engine, greedy), drafts))
     assert seen[0] == seen[1]
     assert sum(len(draft) for step in seen[0][1] for _, _, draft in step) > 200
 
@@ -156,17 +163,18 @@ def test_up_to_the_end_of_the_context(kind, model, heads):
     """One sequence has two places left when others want many tokens."""
     token_ids = load_tokenizer(model).encode(TEXT).ids
     prompts = [
-        bare.make_request(str(length), token_ids[:length], max_tokens=128 - length) for length in (90, 100, 111, 126)
+        bare_engine.bare_request(str(length), token_ids[:length], max_tokens=128 - length)
+        for length in (90, 100, 111, 126)
     ]
     options = dict(max_model_len=128, speculator=kind, draft_model=heads[kind], num_draft_tokens=16)
-    assert bare.run(bare.load_engine(model, **options), prompts) == bare.run(
-        bare.load_engine(model, max_model_len=128), prompts
+    assert bare_engine.serve_alone(bare_engine.load_engine(model, **options), prompts) == bare_engine.serve_alone(
+        bare_engine.load_engine(model, max_model_len=128), prompts
     )
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_memory_is_said(kind, model, heads):
-    engine = bare.load_engine(model, speculator=kind, draft_model=heads[kind])
+    engine = bare_engine.load_engine(model, speculator=kind, draft_model=heads[kind])
     assert engine.speculator.num_bytes > 10_000
 
 

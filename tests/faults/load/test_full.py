@@ -14,7 +14,7 @@ import psutil
 import pytest
 import redis
 
-from tests.faults.network.test_redis import A_HINT, ask_some, warm_prompts
+from tests.support.faults.cases import A_HINT, ask_some, warm_prompts
 from tests.support.faults.checker import Counters
 from tests.support.faults.limits import full_disk, limited
 from tests.support.process import ROOT

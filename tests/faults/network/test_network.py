@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from tests.faults.processes.test_death import NOBODY_NOTICES, record_gaps
+from tests.support.faults.cases import NOBODY_NOTICES, record_gaps
 from tests.support.faults.proxy import FaultProxy
 from tests.support.faults.world import World
 

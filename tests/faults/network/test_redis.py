@@ -9,24 +9,11 @@ import time
 
 import pytest
 
-A_HINT = "no request fails, no token changes"
-
-
-async def ask_some(c, prompts, count: int = 6) -> list:
-    """Prompts that are known and prompts that are not."""
-    asks = [c.ask(prompts[index % len(prompts)] if index % 2 else 200, 8) for index in range(count)]
-    await c.ended(*asks)
-    return asks
+from tests.support.faults.cases import A_HINT, ask_some, warm_prompts
 
 
 def record_ttft(c, asks) -> None:
     c.figures["ttft_max_s"] = round(max(ask.times[0] - ask.began for ask in asks), 3)
-
-
-async def warm_prompts(c, count: int = 2) -> list[list[int]]:
-    prompts = [c.world.prompt(260) for _ in range(count)]
-    await c.ended(*(c.ask(prompt, 4) for prompt in prompts))
-    return prompts
 
 
 async def test_it_dies_and_comes_back_empty(case):

@@ -5,11 +5,11 @@ had been."""
 import os
 import subprocess
 
-from tests.faults.network.test_two_hosts import _ALONE, pytestmark
+from tests.support.launch.two_hosts import ALONE, two_hosts_can_be_made
 from tests.support.pace import patience
 from tests.support.process import ROOT
 
-__all__ = ["pytestmark"]  # minutes, and a system that lets anybody make namespaces
+pytestmark = two_hosts_can_be_made
 
 TLS = "--tls-ca certs/ca.crt --tls-cert certs/{0}.crt --tls-key certs/{0}.key"
 WORKER = f"python -m decode_worker --model target --threads 1 --gateways 10.0.0.1:50052 {TLS.format('decode')}"
@@ -48,7 +48,7 @@ ended=0; wait $rank || ended=$?; [ $ended = 1 ]
 def test_the_link_between_two_stages_is_cut(tmp_path):
     env = {**os.environ, "PATH": f"{ROOT / '.venv' / 'bin'}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
     env["BATON_FAILPOINTS"] = "engine.step=sleep:0.04"  # a token in 40 ms: the cut finds the streams running
-    argv = [*_ALONE, "bash", "-c", SCRIPT]
+    argv = [*ALONE, "bash", "-c", SCRIPT]
     done = subprocess.run(argv, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=patience(150))
     logs = {path.stem: path.read_text() for path in tmp_path.glob("*.out")}
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}\n{logs}"

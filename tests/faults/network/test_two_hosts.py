@@ -5,24 +5,12 @@ import os
 import re
 import subprocess
 
-import pytest
-
+from tests.support.launch.two_hosts import ALONE, two_hosts_can_be_made
 from tests.support.pace import patience
 from tests.support.process import ROOT
 
-_ALONE = ("unshare", "--map-root-user", "--net", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc")
-_LINK = (
-    "ip link add here type veth peer name there && tc qdisc add dev here root tbf rate 1mbit burst 32kbit latency 400ms"
-)
+pytestmark = two_hosts_can_be_made
 _ANSWER = "--max-tokens 120 --temperature 0"
-
-pytestmark = [
-    pytest.mark.long,
-    pytest.mark.skipif(
-        subprocess.run([*_ALONE, "sh", "-c", _LINK], capture_output=True).returncode != 0,
-        reason="this system lets nobody make two network namespaces and a link that can be slowed",
-    ),
-]
 
 
 def commands(name: str) -> list[str]:
@@ -75,7 +63,7 @@ def test_a_gateway_here_and_workers_there(tmp_path):
     env = {**os.environ, "PATH": f"{ROOT / '.venv' / 'bin'}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
     # A token in 40 ms: the cut, one second after the request, finds the stream running.
     env["BATON_FAILPOINTS"] = "engine.step=sleep:0.04"
-    argv = [*_ALONE, "bash", "-c", script()]
+    argv = [*ALONE, "bash", "-c", script()]
     done = subprocess.run(argv, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=patience(150))
     logs = "".join(path.read_text() for path in tmp_path.glob("*.out"))
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}\n{logs}"

@@ -4,15 +4,7 @@ import asyncio
 
 import pytest
 
-from tests.support.faults.history import percentile
-
-NOBODY_NOTICES = "answered to the end, token for token"
-
-
-def record_gaps(c, asks) -> None:
-    """The longest pause of each answer that was begun."""
-    gaps = [ask.gap_s for ask in asks if ask.times]
-    c.figures["gap_p50_s"], c.figures["gap_max_s"] = round(percentile(gaps, 50), 3), round(max(gaps, default=0), 3)
+from tests.support.faults.cases import NOBODY_NOTICES, record_gaps
 
 
 async def kill_at(c, role: str, text: str, num_prompt: int = 200) -> None:

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from tests.faults.processes.test_death import NOBODY_NOTICES, record_gaps
+from tests.support.faults.cases import NOBODY_NOTICES, record_gaps
 from tests.support.faults.history import percentile
 
 

@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from baton.engine import native
-from tests.faults.processes.test_death import NOBODY_NOTICES, record_gaps
+from tests.support.faults.cases import NOBODY_NOTICES, record_gaps
 from tests.support.pace import patience
 from tests.support.process import Process, children
 

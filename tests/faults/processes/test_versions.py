@@ -5,8 +5,8 @@ import asyncio
 
 import pytest
 
-from tests.faults.processes.test_death import NOBODY_NOTICES
 from tests.support.faults import versions
+from tests.support.faults.cases import NOBODY_NOTICES
 from tests.support.faults.versions import unchanged
 
 

@@ -9,9 +9,9 @@ from gateway.answer.answer import Answer
 from gateway.answer.answer_planner import AnswerPlan
 from gateway.request.timing import Measured, Stamps
 from gateway.request.validation import validate
-from tests.gateway.answer.test_answer_planner import IDS, plan_of
-from tests.gateway.request.test_validation import SERVED
+from tests.gateway.answer.planned_calls import IDS, plan_of
 from tests.support.client import make_request
+from tests.support.gateway.served import SERVED
 
 PLAIN = plan_of(conversation=None)
 

@@ -2,34 +2,21 @@
 
 import pytest
 
-from baton.service.errors import BatonError, Unavailable
+from baton.service.errors import BatonError
 from gateway.attempts import retry_throttle
 from gateway.attempts.retry_throttle import RetryThrottle, prompt_digest
-from tests.gateway.calls import PROMPT, ids_of, start
+from tests.gateway.calls import PROMPT, ids_of, spend_retries, start
 from tests.support.gateway.fake_worker import tokens_of
-
-ERROR = Unavailable("lost", 1.0, reason="DECODE_WORKER_LOST")
-
-
-def num_left(throttle: RetryThrottle) -> int:
-    """Use them up."""
-    num = 0
-    with pytest.raises(Unavailable) as caught:
-        while True:
-            throttle.spend(ERROR)
-            num += 1
-    assert caught.value.reason == "RETRY_BUDGET"
-    return num
 
 
 def test_each_request_saves_a_tenth_of_a_retry():
     throttle = RetryThrottle()
     for _ in range(50):
         throttle.begin(b"a prompt")
-    assert num_left(throttle) == 100, "that is the most"
+    assert spend_retries(throttle) == 100, "that is the most"
     for _ in range(25):
         throttle.begin(b"a prompt")
-    assert num_left(throttle) == 2 and throttle.num_refused == 2
+    assert spend_retries(throttle) == 2 and throttle.num_refused == 2
 
 
 def test_poison_of_one_tenant_is_refused_to_it_alone_and_for_a_minute(monkeypatch):
@@ -53,4 +40,4 @@ async def test_the_first_lost_worker_costs_no_retry_others_do(cluster, num_lost,
         for worker in c.prefill:
             worker.failures["prefill"] = failures
         assert ids_of(await start(c)) == tokens_of(PROMPT, 6, 400)
-        assert num_left(c.pipeline.retry_throttle) == 100 - num_paid
+        assert spend_retries(c.pipeline.retry_throttle) == 100 - num_paid

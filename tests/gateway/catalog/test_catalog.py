@@ -16,9 +16,9 @@ from gateway.config.settings import GatewaySettings
 from gateway.discovery import registration
 from gateway.text.text_work import TextWork
 from tests.gateway.calls import PROMPT, generate, ids_of
-from tests.gateway.discovery.test_registration import register
 from tests.support.client import make_request
 from tests.support.gateway.fake_worker import FakeWorker, tokens_of
+from tests.support.gateway.registration import register
 from tests.support.pace import patience
 
 IDENTITIES = {name: hashlib.sha256(name.encode()).digest() for name in ("a", "b", "c", "a2")}

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from baton.service.errors import BatonError
 from baton.v1 import inference_pb2 as pb
-from baton.v1 import worker_pb2, worker_pb2_grpc
 from gateway.config.networks import Networks
 from gateway.config.settings import GatewaySettings
 from gateway.discovery import dial_policy, dns, registration
@@ -25,21 +24,8 @@ from gateway.link.worker_link import LinkState, WorkerLink
 from tests.gateway.calls import PROMPT, expect_refusal, ids_of, start
 from tests.support.client import read_error
 from tests.support.gateway.fake_worker import FakeWorker, tokens_of
+from tests.support.gateway.registration import register, serving
 from tests.support.redis_server import RedisServer
-
-
-@pytest.fixture(autouse=True)
-def short_times(monkeypatch):
-    monkeypatch.setattr(registration, "_LOOK_S", 0.02)
-
-
-def register(c, address: str, role: str = "decode"):
-    stub = worker_pb2_grpc.RegistrationStub(c.channel)
-    return stub.Register(worker_pb2.RegisterRequest(address=address, role=role))
-
-
-def serving(c) -> list[str]:
-    return [link.address for link in c.gateway.registry.links if link.is_serving]
 
 
 async def join(c, worker: FakeWorker) -> WorkerLink:

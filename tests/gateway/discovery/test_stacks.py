@@ -6,8 +6,8 @@ import time
 import pytest
 
 from gateway.discovery.redis_directory import NAME
-from tests.gateway.discovery.test_registration import register, serving, short_times  # noqa: F401
 from tests.support.gateway.fake_worker import FakeWorker
+from tests.support.gateway.registration import register, serving
 from tests.support.redis_server import RedisServer
 
 

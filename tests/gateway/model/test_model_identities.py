@@ -12,8 +12,8 @@ from gateway.fleet import registry
 from gateway.model import model_identities
 from gateway.model.model_identities import ModelIdentities
 from tests.gateway.calls import generate
-from tests.gateway.discovery.test_registration import register, serving
 from tests.support.gateway.fake_worker import IDENTITY, FakeWorker
+from tests.support.gateway.registration import register, serving
 
 OTHER = hashlib.sha256(b"another model").digest()
 

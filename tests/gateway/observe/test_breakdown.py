@@ -14,7 +14,7 @@ from gateway.api.owned_request import OwnedRequest
 from gateway.api.request_handler import CallContext
 from gateway.request.timing import PHASES, Measured, Stamps, breakdown, timing
 from tests.gateway.calls import PROMPT, generate, hold, holder, read, release, wait_for_gate
-from tests.gateway.observe.test_meters import samples
+from tests.gateway.observe.samples import samples
 from tests.support.client import make_request
 from tests.support.observe.otlp import Receiver
 from tests.support.pace import patience

@@ -33,17 +33,9 @@ from gateway.observe.recent_requests import RecentRequests
 from gateway.request.timing import PHASES, Measured, breakdown, timing
 from gateway.request.validation import validate
 from gateway.routing.routing import Decision
+from tests.gateway.observe.samples import samples
 from tests.support.client import make_request
 from tests.support.gateway.records import ANSWERED, record
-
-
-def samples(meters: GatewayMeters) -> dict[tuple, float]:
-    text = meters.exposition().body.decode()
-    return {
-        (sample.name, *(value for name, value in sorted(sample.labels.items()) if name != "model_name")): sample.value
-        for family in classic(text)
-        for sample in family.samples
-    }
 
 
 @pytest.fixture

@@ -8,8 +8,7 @@ import pytest
 
 from gateway.fleet import kv_pair_breakers
 from gateway.fleet.kv_pair_breakers import KVPairBreakers
-from tests.gateway.attempts.test_retry_throttle import num_left
-from tests.gateway.calls import PROMPT, ids_of, start
+from tests.gateway.calls import PROMPT, ids_of, spend_retries, start
 from tests.support.gateway.fake_worker import tokens_of
 
 WARNING = "no KV comes from a worker"
@@ -39,7 +38,7 @@ async def test_the_other_prefill_worker_takes_its_requests(cluster, monkeypatch,
         for _ in range(12):
             await answer_all(c, 10)
         assert 1 <= bad.kinds().count("prefill") <= 10, "those that were on their way at once"
-        assert num_left(c.pipeline.retry_throttle) == 100
+        assert spend_retries(c.pipeline.retry_throttle) == 100
     assert caplog.text.count(WARNING) == 1
 
 

@@ -44,12 +44,6 @@ async def rest_of(call) -> list[pb.GenerateResponse]:
     return messages
 
 
-def hang_up(worker) -> None:
-    """The session breaks, the worker lives."""
-    for session in list(worker._sessions):
-        session.tasks["abort",] = asyncio.create_task(session.context.abort(grpc.StatusCode.UNAVAILABLE, "reset"))
-
-
 @pytest.mark.parametrize("n", [1, 2])
 async def test_a_broken_session_is_attached_to(cluster, n):
     async with cluster(num_decode=2) as c:
@@ -57,7 +51,7 @@ async def test_a_broken_session_is_attached_to(cluster, n):
         running = start(c, n=n)
         await wait_for_gate(c, "decode")
         (worker,) = (worker for worker in c.decode if worker.held)
-        hang_up(worker)
+        worker.hang_up()
         await c.until(lambda: "attach" in worker.kinds())
         release(c, "decode")
         messages = await running
@@ -79,7 +73,7 @@ async def test_what_its_class_was_promised_holds_for_what_is_attached_to(cluster
         running = asyncio.create_task(read(c.stub.Generate(request, timeout=patience(20))))
         await wait_for_gate(c, "decode")
         assert link.slo_tpots_s == {0.05: 1}
-        hang_up(c.decode[0])
+        c.decode[0].hang_up()
         await c.until(lambda: any(each.request.record.num_attached for each in c.pipeline.running.values()))
         assert link.slo_tpots_s == {0.05: 1}
         release(c, "decode")
@@ -108,7 +102,7 @@ async def test_a_worker_that_knows_nothing_any_more(cluster):
         running = start(c)
         await wait_for_gate(c, "decode")
         c.decode[0].hold("attach")
-        hang_up(c.decode[0])
+        c.decode[0].hang_up()
         await c.until(lambda: "attach" in c.decode[0].kinds())
         c.decode[0].parked.clear()
         c.decode[0].release("attach")
@@ -126,7 +120,7 @@ async def test_a_worker_that_has_cached_a_part_of_the_answer(cluster):
         await c.until(lambda: any(each.request.record.num_output_tokens > 20 for each in c.pipeline.running.values()))
         for gate in ("decode", "attach"):
             worker.hold(gate)
-        hang_up(worker)
+        worker.hang_up()
         await c.until(lambda: "attach" in worker.kinds())
         worker.parked.clear()
         worker.num_cached_tokens = lambda spec: len(spec.token_ids) - 1
@@ -149,7 +143,7 @@ async def test_a_sequence_that_is_attached_to_has_all_its_kv(cluster, monkeypatc
         request = machine.request
         request.attempt.kv_fetch.is_done = False
         request.mailbox.post(request.attempt.prefill, Lost("no word from it"))
-        hang_up(c.decode[0])
+        c.decode[0].hang_up()
         await c.until(lambda: request.record.num_attached)
         await asyncio.sleep(0.3)
         assert request.attempt.kv_fetch.due == math.inf
@@ -437,7 +431,7 @@ async def test_who_has_only_lost_its_session_has_not_died(cluster):
         for worker in others:
             worker.hold("prefill")
         release(c, "admit")
-        hang_up(cut)
+        cut.hang_up()
         await c.until(lambda: any("prefill" in worker.kinds() for worker in others))
         (link,) = [link for link in c.gateway.registry.decode if link.address == cut.address]
         await c.until(lambda: link.state is LinkState.SERVING)
@@ -477,7 +471,7 @@ async def test_sessions_that_break_together_are_no_deaths(cluster, monkeypatch):
             await c.until(lambda: any(worker.held for worker in c.prefill))
             (cut,) = [worker for worker in c.prefill if worker.held]
             cut.held.clear()
-            hang_up(cut)
+            cut.hang_up()
         await asyncio.sleep(0.1)
         release(c, "prefill")
         assert ids_of(await running) == tokens_of(PROMPT, 6, 400)
@@ -509,7 +503,7 @@ async def test_every_step_counts_as_progress(cluster):
             worker.hold("decode")
             worker.hold("attach")
             await asyncio.sleep(0.1)  # a session that lives for a moment is no worker that dies of each
-            hang_up(worker)
+            worker.hang_up()
             await c.until(lambda lost=lost: worker.kinds().count("attach") == lost)
             worker.parked.clear()
             worker.release("attach")

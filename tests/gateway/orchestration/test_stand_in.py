@@ -4,7 +4,7 @@ import grpc
 import pytest
 
 from tests.gateway.calls import PROMPT, expect_refusal, generate, hold, ids_of, release, start, wait_for_gate
-from tests.gateway.pooling.test_embeddings import IDS, embed, expected, vectors
+from tests.gateway.pooling.embed_calls import IDS, embed, expected, vectors
 from tests.support.client import make_request
 from tests.support.gateway.fake_worker import tokens_of
 from tests.support.pace import patience

@@ -9,9 +9,9 @@ import pytest
 from baton.protocol import PROMPT_LOGPROBS
 from baton.v1 import inference_pb2 as pb
 from tests.gateway.calls import expect_refusal, generate, ids_of
-from tests.gateway.discovery.test_registration import register
 from tests.support.client import make_request
 from tests.support.gateway.fake_worker import FakeWorker, tokens_of
+from tests.support.gateway.registration import register
 from tests.support.pace import patience
 
 LENGTH = pb.FINISH_REASON_LENGTH

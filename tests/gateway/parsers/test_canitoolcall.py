@@ -9,7 +9,7 @@ from canitoolcall.results import Observation, ParsedToolCall, ParseResult, Statu
 
 from gateway.parsers.formats import format_named
 from gateway.parsers.harmony import MARKERS
-from tests.gateway.parsers.test_parsers import joined
+from tests.gateway.parsers.joined_calls import joined
 
 PARSERS = {"qwen3-hermes": "hermes", "qwen3-xml": "qwen-xml", "mistral": "mistral", "gpt-oss": "harmony"}
 MODELS = {"DeepSeek-V3-": "deepseek-v3", "DeepSeek-V3.1": "deepseek-v31", "DeepSeek": "deepseek-dsml", "Llama-3": "llama-json", "Llama-4": "pythonic"}  # fmt: skip

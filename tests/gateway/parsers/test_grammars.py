@@ -17,7 +17,7 @@ from baton.service.errors import InvalidRequest
 from gateway.parsers.answer_grammar import GrammarAsked, answer_grammar
 from gateway.parsers.formats import FORMATS, format_named
 from gateway.request.messages import MAX_TOOLS
-from tests.gateway.parsers.test_parsers import joined
+from tests.gateway.parsers.joined_calls import joined
 from tests.support.gateway.small_tokenizers import byte_level
 
 TOOLS = {

@@ -2,7 +2,6 @@
 
 import json
 import tracemalloc
-from collections.abc import Iterable
 
 import pytest
 from hypothesis import assume, given, settings
@@ -13,6 +12,7 @@ from gateway.parsers.answer_parser import Parsed
 from gateway.parsers.calls import CallPart
 from gateway.parsers.formats import FORMATS, format_named, format_of
 from gateway.parsers.reading import Cut, IncrementalText
+from tests.gateway.parsers.joined_calls import joined
 
 TOOLS = {"find": {"properties": {"n": {"type": "integer"}, "text": {"type": "string"}}}, "stop": {}}
 # What a text of the form is made of, in any order.
@@ -34,18 +34,6 @@ def parse(name: str, pieces, tools=TOOLS, prompt_end="", is_whole=False) -> Pars
     found = [*map(parser.push, pieces), parser.finish(is_whole)]
     content, reasoning = ("".join(getattr(each, name) for each in found) for name in ("content", "reasoning"))
     return Parsed(content, reasoning, joined(part for each in found for part in each.calls))
-
-
-def joined(parts: Iterable[CallPart]) -> list[CallPart]:
-    """Each call in one part, those that went wrong among them."""
-    calls = list[CallPart]()
-    for part in parts:
-        if part.name:
-            calls.append(part)
-        else:
-            assert not calls[-1].is_last
-            calls[-1] = CallPart(calls[-1].name, calls[-1].arguments + part.arguments, part.is_last)
-    return calls
 
 
 def is_object(text: str) -> bool:

@@ -16,31 +16,9 @@ from gateway.link.worker_breaker import BreakerState
 from gateway.link.worker_link import LinkState
 from gateway.request.bottlenecks import seconds_by_bottleneck
 from tests.gateway.calls import expect_refusal
-from tests.gateway.orchestration.test_resuming import hang_up
+from tests.gateway.pooling.embed_calls import IDS, embed, embed_request, expected, vectors
 from tests.support.gateway.fake_worker import FakeWorker
 from tests.support.pace import patience
-
-IDS = [list(range(20, 20 + size)) for size in (3, 70, 200)]
-
-
-def embed_request(*inputs, **fields) -> pb.EmbedRequest:
-    made = [
-        pb.EmbedInput(text=each) if isinstance(each, str) else pb.EmbedInput(token_ids=pb.TokenIds(ids=each))
-        for each in inputs
-    ]
-    return pb.EmbedRequest(inputs=made, **fields)
-
-
-async def embed(c, *inputs, **fields) -> pb.EmbedResponse:
-    return await c.stub.Embed(embed_request(*inputs, **fields), timeout=patience(20))
-
-
-def vectors(response: pb.EmbedResponse) -> list[list[float]]:
-    return [list(each.values) for each in response.embeddings]
-
-
-def expected(ids, pooling: int = 1) -> list[float]:
-    return [len(ids), ids[0], ids[-1], pooling]
 
 
 async def test_one_vector_each_and_no_decode_worker(cluster):
@@ -234,7 +212,7 @@ async def test_a_worker_whose_session_broke_is_not_taken_for_dead(cluster):
     async with cluster(num_prefill=3) as c:
         call, cut = await begin_held(c)
         cut.held.clear()
-        hang_up(cut)
+        cut.hang_up()
         await c.until(lambda: any(worker.held for worker in c.prefill))
         (link,) = [link for link in c.gateway.registry.prefill if link.address == cut.address]
         await c.until(lambda: link.state is LinkState.SERVING)
@@ -252,11 +230,11 @@ async def test_sessions_that_break_together_are_no_deaths(cluster, monkeypatch):
     async with cluster(num_prefill=3) as c:
         call, cut = await begin_held(c)
         cut.held.clear()
-        hang_up(cut)
+        cut.hang_up()
         await c.until(lambda: any(worker.held for worker in c.prefill))
         (second,) = [worker for worker in c.prefill if worker.held]
         second.held.clear()
-        hang_up(second)
+        second.hang_up()
         for worker in c.prefill:
             worker.release("prefill")
         assert vectors(await call) == [expected(IDS[1])]

@@ -15,54 +15,14 @@ from gateway.prefix.redis_index import RedisIndex, SecretDiffers
 from gateway.prefix.slot_leases import KV_TTL_S
 from gateway.prefix.worker_bitmap import NUM_SLOTS, bit_sets, worker_bits_of
 from tests.gateway.calls import generate
-from tests.support.pace import patience
+from tests.support.gateway.redis_index import OTHER, SPANS, WORKER, finds, index, snapshot, until
 from tests.support.redis_server import RedisServer
-
-SPANS = [hashlib.sha256(bytes([i])).digest() for i in range(20)]
-WORKER, OTHER = b"w" * 24, b"o" * 24
 
 
 @pytest.fixture
 def server(tmp_path):
     with RedisServer(tmp_path) as server:
         yield server
-
-
-@contextlib.asynccontextmanager
-async def index(server, name: bytes, worker: bytes | None = WORKER, fingerprint: bytes = b"f" * 16):
-    """A gateway's index with one worker; `.snapshots` counts what it asked the worker for."""
-    made = RedisIndex(server.url, name)
-    made.snapshots = 0
-
-    def subscribe() -> None:
-        made.snapshots += 1
-
-    if worker is not None:
-        made.join(worker, subscribe)
-    await made.check_secret(fingerprint)
-    running = asyncio.create_task(made.run())
-    try:
-        yield made
-    finally:
-        running.cancel()
-        await asyncio.gather(running, return_exceptions=True)
-
-
-async def until(is_true) -> None:
-    async with asyncio.timeout(patience(10)):
-        while not (await is_true() if asyncio.iscoroutinefunction(is_true) else is_true()):
-            await asyncio.sleep(0.01)
-
-
-def snapshot(*spans) -> pb.BlockEvents:
-    return pb.BlockEvents(seq=0, snapshot=True, sealed=spans)
-
-
-async def finds(index, worker: bytes, num_spans: int, spans=SPANS) -> None:
-    async def found() -> bool:
-        return (await index.lookup(spans)).get(worker, 0) == num_spans
-
-    await until(found)
 
 
 async def test_what_one_writes_the_other_finds(server):

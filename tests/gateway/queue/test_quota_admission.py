@@ -1,7 +1,6 @@
 """Quotas, service levels and lines at the door, through a gateway between FakeWorkers."""
 
 import asyncio
-from pathlib import Path
 
 import grpc
 import pytest
@@ -10,16 +9,20 @@ from baton.service.clock import now
 from gateway.api.owned_request import OwnedRequest
 from gateway.api.request_handler import CallContext
 from gateway.queue.waiting_queue import QueuedRequest
-from tests.gateway.calls import PROMPT, expect_refusal, generate, hold, read, release, start, wait_for_gate
-from tests.gateway.observe.test_meters import samples
+from tests.gateway.calls import (
+    PROMPT,
+    expect_refusal,
+    generate,
+    hold,
+    read,
+    release,
+    start,
+    wait_for_gate,
+    write_quotas,
+)
+from tests.gateway.observe.samples import samples
 from tests.support.client import make_request
 from tests.support.pace import patience
-
-
-def quotas(folder: Path, text: str) -> Path:
-    path = folder / "quotas.toml"
-    path.write_text(text)
-    return path
 
 
 def of_class(c, slo_class: str, **fields):
@@ -36,7 +39,7 @@ def line_up(c, wait_s: float) -> tuple:
 
 
 async def test_requests_at_once(cluster, tmp_path):
-    async with cluster(quotas=quotas(tmp_path, "[default]\nconcurrent_requests = 2\n")) as c:
+    async with cluster(quotas=write_quotas(tmp_path, "[default]\nconcurrent_requests = 2\n")) as c:
         hold(c, "decode")
         running = [start(c), start(c)]
         await c.until(lambda: c.gateway.handler.num_running == 2)
@@ -50,7 +53,7 @@ async def test_requests_at_once(cluster, tmp_path):
 
 async def test_tokens_a_second(cluster, tmp_path):
     text = "[default]\ntokens_per_s = 0.001\nburst_tokens = 400\n"
-    async with cluster(quotas=quotas(tmp_path, text)) as c:
+    async with cluster(quotas=write_quotas(tmp_path, text)) as c:
         assert await generate(c, max_tokens=90)  # 390 of 400
         assert await generate(c, max_tokens=2)  # what is begun is served
         error = await expect_refusal(generate(c))
@@ -66,7 +69,7 @@ def balance_of(c) -> int:
 async def test_who_names_no_length_sets_a_usual_one_aside_and_pays_for_all(cluster, tmp_path):
     """An answer may be as long as the context, 724 tokens behind this prompt; 256 of them are set aside."""
     text = "[default]\ntokens_per_s = 0.001\nburst_tokens = 1300\n"
-    async with cluster(quotas=quotas(tmp_path, text)) as c:
+    async with cluster(quotas=write_quotas(tmp_path, text)) as c:
         hold(c, "decode")
         running = [start(c, max_tokens=None) for _ in range(2)]
         await c.until(lambda: balance_of(c) == 1300 - 2 * (300 + 256))
@@ -80,7 +83,7 @@ async def test_who_names_no_length_sets_a_usual_one_aside_and_pays_for_all(clust
 
 async def test_what_is_beyond_the_reservation_is_paid_as_it_is_sent(cluster, tmp_path):
     text = "[default]\ntokens_per_s = 0.001\nburst_tokens = 400\n"
-    async with cluster(quotas=quotas(tmp_path, text)) as c:
+    async with cluster(quotas=write_quotas(tmp_path, text)) as c:
         num_sent = 0
 
         async def emit(message):
@@ -94,7 +97,7 @@ async def test_what_is_beyond_the_reservation_is_paid_as_it_is_sent(cluster, tmp
 
 async def test_an_answer_that_ends_early_costs_what_it_is(cluster, tmp_path):
     text = "[default]\ntokens_per_s = 0.001\nburst_tokens = 400\n"
-    async with cluster(quotas=quotas(tmp_path, text)) as c:
+    async with cluster(quotas=write_quotas(tmp_path, text)) as c:
         for worker in c.workers:
             worker.script = [20, 21, 22, 0]
         await generate(c)
@@ -106,7 +109,7 @@ async def test_an_answer_that_ends_early_costs_what_it_is(cluster, tmp_path):
 async def test_who_resumes_pays_for_what_is_computed_anew(cluster, tmp_path, is_parked, num_charged):
     """Where a worker has the sequence yet, prompt and tokens up to there are paid for. It may be lost later on."""
     text = "[default]\ntokens_per_s = 0.001\nburst_tokens = 1000\n"
-    async with cluster(quotas=quotas(tmp_path, text)) as c:
+    async with cluster(quotas=write_quotas(tmp_path, text)) as c:
         fields = {"request_id": "again", "seed": 1, "max_tokens": 6, "n": 2}
         if is_parked:
             c.park(prompt=PROMPT, **fields)
@@ -116,21 +119,21 @@ async def test_who_resumes_pays_for_what_is_computed_anew(cluster, tmp_path, is_
 
 
 async def test_choices_at_once(cluster, tmp_path):
-    async with cluster(quotas=quotas(tmp_path, "[default]\nconcurrent_requests = 8\n")) as c:
+    async with cluster(quotas=write_quotas(tmp_path, "[default]\nconcurrent_requests = 8\n")) as c:
         hold(c, "decode")
         running = [start(c, n=5), start(c, n=3)]
         await c.until(lambda: c.gateway.handler.num_running == 2)
         assert (await expect_refusal(generate(c))).reason == "TENANT_REQUESTS"
         release(c, "decode")
         await asyncio.gather(*running)
-    async with cluster(quotas=quotas(tmp_path, "[default]\nconcurrent_requests = 3\n")) as c:
+    async with cluster(quotas=write_quotas(tmp_path, "[default]\nconcurrent_requests = 3\n")) as c:
         error = await expect_refusal(generate(c, n=4))
         assert (error.code.name, error.fields) == ("INVALID_ARGUMENT", ("sampling.n",))
 
 
 async def test_what_a_request_may_come_to_is_set_aside(cluster, tmp_path):
     text = "[default]\ntokens_per_s = 0.001\nburst_tokens = 2000\n"
-    async with cluster(quotas=quotas(tmp_path, text)) as c:
+    async with cluster(quotas=write_quotas(tmp_path, text)) as c:
         hold(c, "decode")
         running = start(c, n=8, max_tokens=300)  # 300 + 8 x 300
         await wait_for_gate(c, "decode")
@@ -150,7 +153,7 @@ async def test_a_priority_needs_a_right(cluster, tmp_path):
 
     async with cluster() as c:
         assert [await sent(c, priority) for priority in (7, 0, -7)] == [0, 0, -7]
-    async with cluster(quotas=quotas(tmp_path, "[default]\nmax_priority = 5\n")) as c:
+    async with cluster(quotas=write_quotas(tmp_path, "[default]\nmax_priority = 5\n")) as c:
         assert [await sent(c, priority) for priority in (7, 3, -7)] == [5, 3, -7]
 
 
@@ -211,7 +214,7 @@ async def end(c, how: str) -> None:
 @pytest.mark.parametrize("how", ENDINGS)
 async def test_what_is_set_aside_is_settled_however_a_request_ends(cluster, tmp_path, how):
     text = "[default]\ntokens_per_s = 0.001\nburst_tokens = 100000\nconcurrent_requests = 8\n"
-    async with cluster(quotas=quotas(tmp_path, text)) as c:
+    async with cluster(quotas=write_quotas(tmp_path, text)) as c:
         held = c.gateway._quotas.enter("default", now())  # it stays while this one runs
         await end(c, how)
         usage = c.gateway._quotas._buckets["default"]

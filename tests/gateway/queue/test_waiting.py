@@ -9,9 +9,9 @@ import pytest
 from baton.v1 import worker_pb2 as pb
 from gateway.routing.latency_model import RecentLoad
 from tests.gateway.calls import PROMPT, expect_refusal, generate, hold, ids_of, release, start, wait_for_gate
-from tests.gateway.discovery.test_registration import register
 from tests.support.client import make_request
 from tests.support.gateway.fake_worker import FakeWorker, tokens_of
+from tests.support.gateway.registration import register
 from tests.support.pace import patience
 
 

@@ -12,9 +12,9 @@ from gateway.model.model_folder import Defaults
 from gateway.request.answer_length import resolve_max_tokens
 from gateway.request.validation import check_detokenize, check_size, validate
 from tests.support.client import make_request
+from tests.support.gateway.served import SERVED
 
 MAX_OUTPUT_TOKENS = PRESETS["normal"].output_tokens
-SERVED = ServedModel("fake", 1024, 400, frozenset([0, 4]), Defaults(), proposers=frozenset(["ngram"]))
 WIDE = ServedModel("wide", 1 << 20, 400, frozenset(), Defaults())
 PROMPT = [10, 20, 30]
 

@@ -9,8 +9,8 @@ from gateway.text.prompt_input import PromptInput
 from gateway.text.templates import ChatMessage, ChatOptions, ChatTemplate, ChatToolCall, Conversation, TemplateFailed
 from gateway.text.text_work import TextWork
 from gateway.text.tokenizer import Tokenizer
-from tests.gateway.text.templates.test_templates import reference, special
-from tests.support.gateway.small_tokenizers import byte_level
+from tests.gateway.text.templates.published import reference
+from tests.support.gateway.small_tokenizers import byte_level, special
 
 # In the manner of Qwen: tools and calls as JSON between tags, answers of tools as a user's.
 QWEN = """

@@ -11,8 +11,7 @@ from baton.v1 import inference_pb2 as pb
 from gateway.text import constraint_checks, text_work
 from gateway.text.text_threads import NUM_CHECKS, NUM_THREADS
 from gateway.text.tokenizer import CannotEncode
-from tests.gateway.calls import expect_refusal, generate
-from tests.gateway.queue.test_quota_admission import quotas
+from tests.gateway.calls import expect_refusal, generate, write_quotas
 from tests.support.client import make_request
 from tests.support.pace import patience
 
@@ -111,7 +110,7 @@ async def test_no_more_ids_than_the_context(cluster, monkeypatch):
 async def test_tokens_are_paid(cluster, tmp_path):
     text = "[default]\ntokens_per_s = 0.001\nburst_tokens = 150\n"
     for call, num_before in ((lambda c: tokenize(c, "x" * 90), 2), (lambda c: detokenize(c, [300] * 80), 2)):
-        async with cluster(quotas=quotas(tmp_path, text)) as c:
+        async with cluster(quotas=write_quotas(tmp_path, text)) as c:
             for _ in range(num_before):
                 await call(c)
             for other in (tokenize(c, "x"), detokenize(c, [300]), generate(c)):
@@ -120,7 +119,7 @@ async def test_tokens_are_paid(cluster, tmp_path):
 
 async def test_a_refused_text_is_not_paid(cluster, tmp_path):
     text = "[default]\ntokens_per_s = 0.001\nburst_tokens = 150\n"
-    async with cluster(quotas=quotas(tmp_path, text)) as c:
+    async with cluster(quotas=write_quotas(tmp_path, text)) as c:
         for _ in range(3):
             assert (await expect_refusal(tokenize(c, "a" * 1_000_000))).code.name == "INVALID_ARGUMENT"
         await tokenize(c, "x")
@@ -150,7 +149,7 @@ LONG = "the fox " * 300
 
 
 async def test_calls_are_counted(cluster, tmp_path, monkeypatch):
-    async with cluster(quotas=quotas(tmp_path, "[default]\nconcurrent_requests = 2\n")) as c:
+    async with cluster(quotas=write_quotas(tmp_path, "[default]\nconcurrent_requests = 2\n")) as c:
         held = Held(monkeypatch, c)
         running = [asyncio.ensure_future(tokenize(c, LONG)) for _ in range(2)]
         await c.until(lambda: len(c.pipeline.admission.key_ids) == 2)
@@ -163,7 +162,7 @@ async def test_calls_are_counted(cluster, tmp_path, monkeypatch):
 
 async def test_who_hangs_up_has_no_work_done_and_pays_for_what_runs(cluster, tmp_path, monkeypatch):
     text = f"[default]\ntokens_per_s = 0.001\nburst_tokens = {NUM_THREADS * (len(LONG) + 10)}\n"
-    async with cluster(quotas=quotas(tmp_path, text)) as c:
+    async with cluster(quotas=write_quotas(tmp_path, text)) as c:
         held = Held(monkeypatch, c)
         calls = [asyncio.ensure_future(tokenize(c, LONG)) for _ in range(NUM_THREADS + 1)]
         await c.until(lambda: held.num == NUM_THREADS - 1)

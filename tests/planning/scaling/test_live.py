@@ -23,7 +23,7 @@ from baton.service.security.access import Access
 from baton.service.slo import Slo
 from baton.v1 import fleet_pb2 as pb
 from baton.v1 import inference_pb2, worker_pb2
-from tests.planning.scaling.test_scaler import FlatModel
+from tests.planning.scaling.flat_model import FlatModel
 from tests.support.model_folders import quantized_folders
 from tests.support.pace import patience
 from tests.support.process import Process

@@ -11,21 +11,9 @@ from baton.planning.scaling.counters import NAN, FleetCounters
 from baton.planning.scaling.day import generated_day, minutes_of, needed_workers, run_day
 from baton.planning.scaling.scaler import DECIDE_S, MOST_BUSY, ScaleChange, ScaleDecision, Scaler, ScalerBounds
 from baton.service.slo import Slo
+from tests.planning.scaling.flat_model import FlatModel
 
 BOUNDS = ScalerBounds(least={"prefill": 1, "decode": 1}, most={"prefill": 200, "decode": 200}, most_together=400)
-
-
-class FlatModel:
-    """A prompt token takes 50 us of a prefill worker, an output token 0.4 ms of a decode worker."""
-
-    def read_s(self, prompt_tokens):
-        return prompt_tokens / 20_000
-
-    def write_s(self, prompt_tokens, output_tokens):
-        return output_tokens * 0.0004
-
-    def token_s(self, num_streams, context):
-        return 0.02
 
 
 class Fleet:

@@ -24,7 +24,7 @@ from tokenizers import Tokenizer
 
 from baton.v1 import inference_pb2 as pb
 from baton.v1 import inference_pb2_grpc, worker_pb2, worker_pb2_grpc
-from tests.support import bare
+from tests.support import bare_engine
 from tests.support.client import make_request, read_error
 from tests.support.faults.world import World
 from tests.support.fork_server.processes import ForkServerStack
@@ -394,25 +394,25 @@ class Oracle:
     """One engine in this process, asked alone."""
 
     def __init__(self, model: Path):
-        self._engine = bare.load_engine(model, num_blocks=160, threads=1)
+        self._engine = bare_engine.load_engine(model, num_blocks=160, threads=1)
         self._tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
         self._eos_ids = json.loads((model / "generation_config.json").read_text())["eos_token_id"]
         self._num_asked = 0
 
-    def wholes(self, wish: Plan, prompt: Sequence[int], seed: int | None) -> list[bare.BareChoice]:
+    def wholes(self, wish: Plan, prompt: Sequence[int], seed: int | None) -> list[bare_engine.BareChoice]:
         """Return the whole answer of every choice, without stop strings."""
         options = {"temperature": 0.0, **wish["sampling"]}
         if "logprobs" in wish:
             options["logprobs"] = wish["logprobs"]
         self._num_asked += 1
-        request = bare.make_request(
+        request = bare_engine.bare_request(
             str(self._num_asked), prompt, max_tokens=max(1, wish["max_tokens"]), n=max(1, wish["n"]), seed=seed or 0,
             eos_ids=() if wish["ignore_eos"] else self._eos_ids, **options,
         )  # fmt: skip
-        (choices,) = bare.run(self._engine, [request]).values()
+        (choices,) = bare_engine.serve_alone(self._engine, [request]).values()
         return [choices[index] for index in sorted(choices)]
 
-    def check_end(self, seen: Seen, choice: int, whole: bare.BareChoice) -> None:
+    def check_end(self, seen: Seen, choice: int, whole: bare_engine.BareChoice) -> None:
         """That it is all there, and no more than its stop string lets through."""
         words, stop = f"choice {choice} of {seen.wish['id']}", seen.wish.get("stop")
         text = self._tokenizer.decode(whole.token_ids, skip_special_tokens=True)

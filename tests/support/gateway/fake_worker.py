@@ -12,6 +12,8 @@ import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+import grpc
+
 from baton.protocol import GRANTS_POOLING, KV_TRANSFER_FAILED, POOLING, PREFILL_ON_ADMIT, PROMPT_LOGPROBS
 from baton.service.codec import key_from_proto, key_to_proto
 from baton.service.net import server as grpc_server
@@ -135,6 +137,11 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
 
     def release(self, gate: str) -> None:
         self._gates[gate].set()
+
+    def hang_up(self) -> None:
+        """Break every session; what they served is served on."""
+        for session in list(self._sessions):
+            session.tasks["abort",] = asyncio.create_task(session.context.abort(grpc.StatusCode.UNAVAILABLE, "reset"))
 
     async def start(self, port: int = 0) -> "FakeWorker":
         self._server = grpc_server.make_server()

@@ -190,7 +190,7 @@ def _layers_and_drafts() -> None:
 def _heads() -> None:
     import tempfile
 
-    from tests.support.bare import load_engine
+    from tests.support.bare_engine import load_engine
     from tests.support.engine.toy_engine import engine_request
     from tests.support.model_folders.learned_model import make_heads, make_learned_model
 
@@ -209,7 +209,7 @@ def _heads() -> None:
 def _adapters() -> None:
     import tempfile
 
-    from tests.support.bare import load_engine
+    from tests.support.bare_engine import load_engine
     from tests.support.engine.toy_engine import engine_request
     from tests.support.model_folders.families import make_adapter, make_folder
 

@@ -302,3 +302,8 @@ async def run_pair(model: Path, prefill=None, decode=None, **options):
         finally:
             for session in sessions:
                 await session.close()
+
+
+def worker_prompt(num_tokens: int, seed: int = 1) -> list[int]:
+    """Return token ids of the model of tests/support/models.py; other seeds have no span in common."""
+    return [5 + (seed * 7919 + i * i * 31 + i * 17) % 1000 for i in range(num_tokens)]

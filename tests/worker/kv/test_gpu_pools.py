@@ -8,12 +8,12 @@ import pytest
 from baton.service.settings import make_settings
 from baton.worker.settings import WorkerSettings
 from kvtransfer.memory.cuda_runtime import CudaRuntime, find_runtime
+from tests.support.bare_engine import answer_alone
 from tests.support.kvtransfer.cuda_stand_in import Cudart, Host
 from tests.support.models import make_model
 from tests.support.worker import scripted
-from tests.support.worker.scripted import make_spec, run, run_pair
+from tests.support.worker.scripted import make_spec, run, run_pair, worker_prompt
 from tests.support.worker.stand_in_pool import StandInPool
-from tests.worker.test_two_workers import bare_answer, prompt
 
 
 @pytest.fixture(scope="module")
@@ -42,11 +42,11 @@ def test_split_equals_whole(model, pools, transports, caplog):
     async def main():
         async with run_pair(model, transports=transports) as (pair, _prefill, _decode):
             assert list(pair.prefill.hello.model.transports) == list(transports)
-            answer = await pair.generate("greedy", make_spec(prompt(200), max_tokens=12))
+            answer = await pair.generate("greedy", make_spec(worker_prompt(200), max_tokens=12))
             assert answer.fetched.transport == transports[0] and answer.fetched.num_tokens == 200
-            spec = make_spec(prompt(130, 2), max_tokens=9, temperature=1.0, seed=7, n=3)
+            spec = make_spec(worker_prompt(130, 2), max_tokens=9, temperature=1.0, seed=7, n=3)
             seeded = await pair.generate("seeded", spec)
-            again = await pair.generate("again", make_spec(prompt(200), max_tokens=12))
+            again = await pair.generate("again", make_spec(worker_prompt(200), max_tokens=12))
             await pair.prefill.wait_idle()
             await pair.decode.wait_idle()
             crossed = [bytes(pool.region.memory).strip(b"\0") != b"" for pool in pools]
@@ -54,8 +54,8 @@ def test_split_equals_whole(model, pools, transports, caplog):
             return answer.token_ids, seeded.token_ids, again.token_ids
 
     greedy, seeded, again = run(main)
-    assert greedy == again == bare_answer(model, prompt(200), 12)
-    assert seeded == bare_answer(model, prompt(130, 2), 9, temperature=1.0, seed=7, n=3)
+    assert greedy == again == answer_alone(model, worker_prompt(200), 12)
+    assert seeded == answer_alone(model, worker_prompt(130, 2), 9, temperature=1.0, seed=7, n=3)
     (told,) = [record.getMessage() for record in caplog.records if "KV is pulled by" in record.getMessage()]
     assert f"by {transports[0]} (" in told and " source=" in told, "once, with the reason"
     for pool in pools:
@@ -77,7 +77,7 @@ def test_a_mirror_that_is_bounded_holds_less_than_what_crossed(model, pools, tra
         async with run_pair(model, transports=transports, kv_mirror_gib=bound, block_size=16) as (pair, _, _):
             answers = []
             for index in range(6):
-                answer = await pair.generate(f"r{index}", make_spec(prompt(200, index), max_tokens=4))
+                answer = await pair.generate(f"r{index}", make_spec(worker_prompt(200, index), max_tokens=4))
                 assert answer.fetched.transport == transports[0]
                 answers.append(answer.token_ids)
             await pair.prefill.wait_idle()
@@ -87,17 +87,17 @@ def test_a_mirror_that_is_bounded_holds_less_than_what_crossed(model, pools, tra
                 assert taken == pool.room.num_resident == 20 and pool.num_mirror_bytes == 20 * 4096
             return answers
 
-    assert run(main) == [bare_answer(model, prompt(200, index), 4) for index in range(6)]
+    assert run(main) == [answer_alone(model, worker_prompt(200, index), 4) for index in range(6)]
 
 
 def test_other_block_sizes_meet_in_host_memory(model, pools):
     async def main():
         sizes = {"block_size": 16, "num_blocks": 320}, {"block_size": 64, "num_blocks": 80}
         async with run_pair(model, *sizes, transports=("cuda_ipc", "shm")) as (pair, _, _):
-            answer = await pair.generate("one", make_spec(prompt(300), max_tokens=9))
+            answer = await pair.generate("one", make_spec(worker_prompt(300), max_tokens=9))
             assert answer.fetched.transport == "shm" and answer.fetched.numerics == "exact"
             await pair.prefill.wait_idle()
             await pair.decode.wait_idle()
             return answer.token_ids
 
-    assert run(main) == bare_answer(model, prompt(300), 9)
+    assert run(main) == answer_alone(model, worker_prompt(300), 9)

@@ -10,14 +10,13 @@ import torch
 
 from baton.engine import native
 from baton.v1 import worker_pb2 as pb
-from tests.support import bare
+from tests.support import bare_engine
 from tests.support.kvtransfer.rig import free_ports
 from tests.support.models import make_model
 from tests.support.pace import patience
 from tests.support.worker.device_ranks import FOLDER, OPTIONS, stand_in_workers
-from tests.support.worker.scripted import LegEnded, Session, make_spec, run, run_pair, run_worker
-from tests.worker.test_two_workers import prompt
-from tests.worker.test_unlike_workers import generate_with_sources, offered_prefix
+from tests.support.worker.scripted import LegEnded, Session, make_spec, run, run_pair, run_worker, worker_prompt
+from tests.support.worker.sources import generate_with_sources, offered_prefix
 
 pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="real devices are another test's"),
@@ -45,12 +44,12 @@ def gpus(monkeypatch, tmp_path):
 
 @pytest.fixture(scope="module")
 def engine(model):
-    return bare.load_engine(model, **OPTIONS)
+    return bare_engine.load_engine(model, **OPTIONS)
 
 
 def whole(engine, token_ids, max_tokens, **sampling) -> dict[int, list[int]]:
-    request = bare.make_request("whole", token_ids, max_tokens=max_tokens, **sampling)
-    return {index: choice.token_ids for index, choice in bare.run(engine, [request])["whole"].items()}
+    request = bare_engine.bare_request("whole", token_ids, max_tokens=max_tokens, **sampling)
+    return {index: choice.token_ids for index, choice in bare_engine.serve_alone(engine, [request])["whole"].items()}
 
 
 @asynccontextmanager
@@ -81,7 +80,7 @@ async def idle(*sessions: Session) -> None:
 )  # fmt: skip
 def test_split_equals_whole(model, gpus, engine, prefill, decode, transport):
     """Two prompts, of which the second begins as the first; by the second its worker has some of it."""
-    first, second = prompt(150), prompt(150) + prompt(30, 2)
+    first, second = worker_prompt(150), worker_prompt(150) + worker_prompt(30, 2)
 
     async def main():
         async with groups(gpus, model, prefill, decode, transports=(transport,)) as (pair, p, d):
@@ -117,7 +116,7 @@ def test_each_rank_has_ports_of_its_own(model, gpus):
 def test_what_takers_may_ask_of_a_group(model, gpus, engine):
     """A prefix from the decode worker's ranks, a lease that expires, one that another taker has too, and fetches that
     are cancelled at any time: all blocks come back, and the next answer is right."""
-    first, second = prompt(150), prompt(150) + prompt(60, 3)
+    first, second = worker_prompt(150), worker_prompt(150) + worker_prompt(60, 3)
     chance = random.Random(5)
 
     async def main():
@@ -133,16 +132,16 @@ def test_what_takers_may_ask_of_a_group(model, gpus, engine):
             assert (await pair.prefill.wait_ended("left")).reason == "LEASE_EXPIRED"
             await idle(pair.prefill)
 
-            await take_twice(pair, make_spec(prompt(140, 4), max_tokens=3))
+            await take_twice(pair, make_spec(worker_prompt(140, 4), max_tokens=3))
             for index in range(8):
-                name, asked = f"cancelled {index}", make_spec(prompt(120, 10 + index), max_tokens=3)
+                name, asked = f"cancelled {index}", make_spec(worker_prompt(120, 10 + index), max_tokens=3)
                 generating = asyncio.create_task(pair.generate(name, asked))
                 await asyncio.sleep(chance.uniform(0, 0.15))
                 await pair.cancel(name)
                 await asyncio.gather(generating, return_exceptions=True)
             await idle(pair.prefill, pair.decode)
-            last = await pair.generate("last", make_spec(prompt(140, 30), max_tokens=4))
-            assert last.token_ids == whole(engine, prompt(140, 30), 4)
+            last = await pair.generate("last", make_spec(worker_prompt(140, 30), max_tokens=4))
+            assert last.token_ids == whole(engine, worker_prompt(140, 30), 4)
             await idle(pair.prefill, pair.decode)
 
     run(main)
@@ -181,7 +180,7 @@ def test_a_rank_that_is_lost_in_a_transfer(model, gpus, monkeypatch, prefill, de
 
     async def main():
         async with groups(gpus, model, prefill, decode, transports=("shm", "tcp"), lease_ttl_s=2.0) as (pair, _, _):
-            key, spec = pb.Key(request_id="lost"), make_spec(prompt(150), max_tokens=4)
+            key, spec = pb.Key(request_id="lost"), make_spec(worker_prompt(150), max_tokens=4)
             await pair.decode.send(admit=pb.Admit(key=key, spec=spec))
             await pair.decode.next("lost", "granted")
             await pair.prefill.send(prefill=pb.Prefill(key=key, spec=spec, taker=pair.taker()))

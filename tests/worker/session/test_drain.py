@@ -19,7 +19,7 @@ from tests.support.pace import patience
 from tests.support.worker.doubles import LegMachineHarness
 from tests.support.worker.key_paths import bring_to
 from tests.support.worker.scripted import LegEnded, Pair, Session, make_spec, run, run_pair
-from tests.worker.session.test_parking import PROMPT, begin, decode_worker, spec_of, whole
+from tests.worker.session.slow_answers import PROMPT, begin, decode_worker, spec_of, whole
 
 
 @pytest.fixture(scope="module")

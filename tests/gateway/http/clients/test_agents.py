@@ -11,7 +11,7 @@ from baton.service.errors import InvalidRequest
 from gateway.http.anthropic.request import read_count_tokens, read_messages
 from gateway.http.openai.requests import read_chat
 from gateway.http.responses.request import read_response
-from tests.gateway.http.clients.test_anthropic_client import anthropic_client
+from tests.gateway.http.clients.anthropic_calls import anthropic_client
 from tests.gateway.http.conftest import openai_client
 
 USER = {"role": "user", "content": "Fix it"}

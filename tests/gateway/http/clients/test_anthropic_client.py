@@ -7,7 +7,6 @@ import sys
 import anthropic
 import openai
 import pytest
-from anthropic import AsyncAnthropic
 from pydantic import BaseModel
 
 from baton.v1 import inference_pb2 as pb
@@ -15,16 +14,12 @@ from gateway.http.anthropic.answer import MessageWriter
 from gateway.http.anthropic.request import read_messages
 from gateway.http.fields.body import ParsedBody
 from gateway.http.wire.encoding import to_bytes
-from tests.gateway.http.clients.test_openai_client import over_grpc
+from tests.gateway.calls import over_grpc
+from tests.gateway.http.clients.anthropic_calls import anthropic_client
 from tests.gateway.http.conftest import openai_client
 from tests.support.pace import patience
 
 ASK = {"model": "fake", "max_tokens": 9, "messages": [{"role": "user", "content": "a quick fox"}]}
-
-
-def anthropic_client(c) -> AsyncAnthropic:
-    url = f"http://127.0.0.1:{c.gateway.http.port}"
-    return AsyncAnthropic(base_url=url, api_key="none", max_retries=0, timeout=patience(20))
 
 
 @pytest.fixture

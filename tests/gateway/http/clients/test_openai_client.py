@@ -5,7 +5,6 @@ import json
 import math
 import re
 import shutil
-from collections.abc import Awaitable
 from urllib.error import HTTPError
 from urllib.request import urlopen
 
@@ -19,19 +18,15 @@ from gateway.http.openai.requests import read_completion
 from gateway.http.wire.encoding import to_bytes_in_turns
 from gateway.text.detokenizer import Detokenizer
 from gateway.text.tokenizer import Tokenizer
-from tests.gateway.calls import read
+from tests.gateway.calls import over_grpc
 from tests.gateway.http.conftest import openai_client
-from tests.support.client import gather, make_request
+from tests.gateway.http.loop_turns import turns
 from tests.support.gateway.fake_worker import FakeWorker
 from tests.support.gateway.small_tokenizers import byte_level, sentencepiece
 from tests.support.pace import patience
 
 MESSAGES = [{"role": "user", "content": "a quick brown fox"}]
 PROMPT = list(range(20, 90))
-
-
-async def over_grpc(c, prompt, **fields):
-    return gather(await read(c.stub.Generate(make_request(prompt, **fields), timeout=patience(20))))
 
 
 async def test_models_are_listed_and_retrieved(served):
@@ -245,23 +240,6 @@ async def test_max_tokens_0_tells_of_the_prompt_alone(served, stream):
                 assert getattr(choice.logprobs, name) == getattr(before.logprobs, name)[:-1], name
         (bare,) = (await client.completions.create(model="fake", prompt="a", max_tokens=0)).choices
         assert (bare.text, bare.logprobs, bare.finish_reason) == ("", None, "length")
-
-
-async def turns(work: Awaitable[bytes]) -> tuple[bytes, int]:
-    """Return what becomes of the work, and how often another task had its turn meanwhile."""
-    num_turns, is_over = 0, False
-
-    async def take_turns() -> None:
-        nonlocal num_turns
-        while not is_over:
-            num_turns += 1
-            await asyncio.sleep(0)
-
-    others = asyncio.create_task(take_turns())
-    written = await work
-    is_over = True
-    await others
-    return written, num_turns
 
 
 @pytest.mark.parametrize("new_writer", [ChatWriter, CompletionWriter])

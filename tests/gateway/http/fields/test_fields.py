@@ -33,7 +33,7 @@ from gateway.http.responses.request import LOGPROBS, read_input_tokens, read_res
 from gateway.http.wire.errors import rename, status_of, to_json
 from gateway.request.messages import check_conversation
 from gateway.request.validation import validate
-from tests.gateway.request.test_validation import SERVED
+from tests.support.gateway.served import SERVED
 from tests.support.pace import patience
 
 VALUES = {

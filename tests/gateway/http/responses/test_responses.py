@@ -19,8 +19,9 @@ from gateway.http.openapi import document
 from gateway.http.responses.answer import NUM_LEVELS, ResponseWriter
 from gateway.http.responses.request import LOGPROBS, read_response
 from gateway.http.wire.encoding import to_bytes_in_turns
-from tests.gateway.http.clients.test_openai_client import over_grpc, turns
+from tests.gateway.calls import over_grpc
 from tests.gateway.http.conftest import openai_client
+from tests.gateway.http.loop_turns import turns
 
 ASK = {"model": "fake", "input": "a quick fox", "max_output_tokens": 9, "extra_body": {"seed": 7}}
 KINDS = [

@@ -11,7 +11,7 @@ from gateway.text.origins import render_origins
 from gateway.text.template_sandbox import MAX_CHARS
 from gateway.text.templates import ChatMessage, ChatOptions, ChatTemplate, TemplateFailed
 from gateway.text.tokenizer import Tokenizer
-from tests.gateway.text.templates.test_templates import TEMPLATES, chat_template
+from tests.gateway.text.templates.published import TEMPLATES, chat_template
 from tests.support.gateway.small_tokenizers import byte_level
 
 CONTROLS = Tokenizer(byte_level()).controls

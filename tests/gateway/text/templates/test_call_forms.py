@@ -7,7 +7,7 @@ import pytest
 from gateway.text.origins import render_origins
 from gateway.text.templates import CallForm, ChatMessage, ChatOptions, ChatTemplate, ChatToolCall
 from gateway.text.tokenizer import Tokenizer
-from tests.gateway.text.templates.test_templates import reference
+from tests.gateway.text.templates.published import reference
 from tests.support.gateway.small_tokenizers import byte_level
 
 CONTROLS = Tokenizer(byte_level()).controls

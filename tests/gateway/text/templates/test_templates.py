@@ -1,7 +1,5 @@
 """Published chat templates, rendered as transformers renders them; and whose characters are whose."""
 
-from pathlib import Path
-
 import pytest
 import tokenizers
 import transformers
@@ -9,17 +7,9 @@ import transformers
 from gateway.text.origins import render_origins
 from gateway.text.templates import ChatMessage, ChatTemplate, TemplateFailed
 from gateway.text.tokenizer import ControlTokenInContent, Tokenizer
+from tests.gateway.text.templates.published import TEMPLATES, chat_template, reference
 from tests.support.gateway.small_tokenizers import byte_level, sentencepiece, special
 
-FOLDER = Path(__file__).parent
-TEMPLATES = {path.stem: path.read_text() for path in sorted(FOLDER.glob("*.jinja"))}
-SPECIAL = {
-    "llama-3": {"bos_token": "<|begin_of_text|>", "eos_token": "<|eot_id|>"},
-    "qwen-chatml": {"eos_token": "<|im_end|>"},
-    "mistral": {"bos_token": "<s>", "eos_token": "</s>"},
-    "llama-2": {"bos_token": "<s>", "eos_token": "</s>"},
-    "zephyr": {"bos_token": "<s>", "eos_token": "</s>"},
-}
 TURNS = [("user", " What is\n2 + 2? "), ("assistant", "Four.\n\n"), ("user", "東京 <b>&amp;</b> 'quotes' {{ x }}")]
 CHATS = {
     "one": [("user", "the fox")],
@@ -31,17 +21,6 @@ CHATS = {
 
 def messages(chat) -> list[ChatMessage]:
     return [ChatMessage(role, content) for role, content in chat]
-
-
-def reference(name: str, tokenizer_json: bytes):
-    tokenizer = tokenizers.Tokenizer.from_buffer(tokenizer_json)
-    return transformers.PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, chat_template=TEMPLATES[name], **SPECIAL[name]
-    )
-
-
-def chat_template(name: str) -> ChatTemplate:
-    return ChatTemplate(TEMPLATES[name], SPECIAL[name])
 
 
 @pytest.mark.parametrize("chat", CHATS)

@@ -4,10 +4,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
+
 from baton.engine.core.config import EngineConfig
 from baton.engine.core.request import Key, PrefillDone, Request, RequestEnded, TokenRun
 from baton.engine.engine import Engine
 from baton.sampling_params import SamplingParams
+from tests.support.client import Reply
 
 
 @dataclass
@@ -28,7 +31,7 @@ def load_engine(model: Path, **config) -> Engine:
     return Engine.load(EngineConfig(model=model, **config))
 
 
-def make_request(request_id: str, prompt_ids: Sequence[int], *, max_tokens: int, eos_ids=(), **sampling) -> Request:
+def bare_request(request_id: str, prompt_ids: Sequence[int], *, max_tokens: int, eos_ids=(), **sampling) -> Request:
     """Without span hashes: nothing is found in, or goes into, the prefix cache."""
     return Request(
         key=Key(request_id),
@@ -40,7 +43,7 @@ def make_request(request_id: str, prompt_ids: Sequence[int], *, max_tokens: int,
     )
 
 
-def run(engine: Engine, requests: Sequence[Request]) -> dict[str, dict[int, BareChoice]]:
+def serve_alone(engine: Engine, requests: Sequence[Request]) -> dict[str, dict[int, BareChoice]]:
     """Submits all at once and steps until every one has ended; choices by index, by request id."""
     results: dict[str, dict[int, BareChoice]] = {request.key.request_id: {} for request in requests}
     for request in requests:
@@ -61,3 +64,28 @@ def run(engine: Engine, requests: Sequence[Request]) -> dict[str, dict[int, Bare
             elif isinstance(output, TokenRun):
                 choices[output.choice].add(output.first_index, output.token_ids, output.logprobs, output.finish_reason)
     return results
+
+
+def assert_same(reply: Reply, whole: dict[int, BareChoice]) -> None:
+    """Check that a client got what an engine alone makes, logprobs too."""
+    assert sorted(reply.choices) == sorted(whole)
+    for index, choice in whole.items():
+        got = reply.choices[index]
+        assert got.token_ids == choice.token_ids
+        assert got.finish_reason == choice.finish_reason
+        assert _flat(got.logprobs) == _flat(choice.logprobs)
+
+
+def _flat(logprobs: list[tuple]) -> list[tuple]:
+    """Return logprobs as the wire carries them: float32."""
+    return [
+        (token_id, float(np.float32(value)), tuple((best, float(np.float32(worth))) for best, worth in top))
+        for token_id, value, top in logprobs
+    ]
+
+
+def answer_alone(model, token_ids, max_tokens, **sampling) -> dict[int, list[int]]:
+    """Return the tokens of every choice of one request, by an engine made for it."""
+    engine = load_engine(model, num_blocks=160, threads=1)
+    request = Request(Key("bare"), tuple(token_ids), len(token_ids), SamplingParams(**sampling), max_tokens)
+    return {index: choice.token_ids for index, choice in serve_alone(engine, [request])["bare"].items()}

@@ -1,0 +1,52 @@
+"""A gateway's prefix index in a real Redis."""
+
+import asyncio
+import contextlib
+import hashlib
+
+from baton.v1 import worker_pb2 as pb
+from gateway.prefix.redis_index import RedisIndex
+from tests.support.pace import patience
+
+SPANS = [hashlib.sha256(bytes([i])).digest() for i in range(20)]
+WORKER, OTHER = b"w" * 24, b"o" * 24
+
+
+@contextlib.asynccontextmanager
+async def index(server, name: bytes, worker: bytes | None = WORKER, fingerprint: bytes = b"f" * 16):
+    """Run a gateway's index with one worker; `.snapshots` counts what it asked the worker for."""
+    made = RedisIndex(server.url, name)
+    made.snapshots = 0
+
+    def subscribe() -> None:
+        made.snapshots += 1
+
+    if worker is not None:
+        made.join(worker, subscribe)
+    await made.check_secret(fingerprint)
+    running = asyncio.create_task(made.run())
+    try:
+        yield made
+    finally:
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+
+
+async def until(is_true) -> None:
+    """Wait for a condition, which may be a coroutine function."""
+    async with asyncio.timeout(patience(10)):
+        while not (await is_true() if asyncio.iscoroutinefunction(is_true) else is_true()):
+            await asyncio.sleep(0.01)
+
+
+def snapshot(*spans) -> pb.BlockEvents:
+    return pb.BlockEvents(seq=0, snapshot=True, sealed=spans)
+
+
+async def finds(index, worker: bytes, num_spans: int, spans=SPANS) -> None:
+    """Wait until the index says of a worker that it has so many of the spans."""
+
+    async def found() -> bool:
+        return (await index.lookup(spans)).get(worker, 0) == num_spans
+
+    await until(found)
