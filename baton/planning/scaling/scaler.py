@@ -5,8 +5,8 @@
   else    no change: there is a gap between the two bounds, so a load at a boundary moves nothing
 
 Latencies do not steer the number directly. A queue, or a p95 of tokens that is too slow, adds a worker if the model
-says that there is room: once per start time of a worker, and only while the role is busy. So a latency that no number
-of workers mends does not add them endlessly."""
+says that there is room: once per start time of a worker, after the last one came, and only while the role is busy. So a
+latency that no number of workers mends does not add them endlessly."""
 
 import math
 from collections import deque
@@ -187,8 +187,9 @@ class Scaler:
         history, have = self._roles[role], seen.serving[role] + seen.starting[role]
         expected = history.expected(seen.at_s, self._start_s + DECIDE_S)
         peak = max(history.peak(seen.at_s), expected)
-        self._nudge(role, seen, have)
-        up = _holding(expected, _UP) + history.extra
+        needed = _holding(expected, _UP)
+        self._nudge(role, seen, have, needed)
+        up = needed + history.extra
         down = max(_holding(peak, _DOWN) + history.extra, self._bounds.least[role])
         if up > have:
             history.added_at = seen.at_s
@@ -204,9 +205,9 @@ class Scaler:
             return down, f"{peak:.2f} workers' work at most, the {those} {down * MOST_BUSY * _DOWN:.2f}"
         return have, f"{expected:.2f} workers' work"
 
-    def _nudge(self, role: str, seen: FleetCounters, have: int) -> None:
-        """Add an extra worker if the role is busy and misses the objective though the model finds room; remove it once
-        the others would meet the objective too."""
+    def _nudge(self, role: str, seen: FleetCounters, have: int, needed: int) -> None:
+        """Add an extra worker if the role is busy and misses the objective though it has those that the model says are
+        `needed`, and the extra ones; remove one once the others would meet the objective too."""
         history = self._roles[role]
         is_busy = history.work[-1][1] > _BUSY * MOST_BUSY * max(1, have)
         waits = is_number(seen.num_waiting) and seen.num_waiting > 0
@@ -215,7 +216,7 @@ class Scaler:
         slow = role == "decode" and _misses(self._slo.tpot_s, seen.tpot_p95_s)
         too_few = role == "decode" and _misses(self._slo.tpot_s, seen.tpot_p95_s * have / max(1, have - 1))
         if (late or slow) and is_busy and not seen.starting[role]:
-            if seen.at_s - history.nudged_at >= self._start_s + DECIDE_S:
+            if seen.at_s - history.nudged_at >= self._start_s + DECIDE_S and needed + history.extra <= have:
                 history.extra += 1
                 history.nudged_at = seen.at_s
         elif history.extra and not waits and not too_few and seen.at_s - history.nudged_at > _STAY_S:

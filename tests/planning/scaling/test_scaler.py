@@ -221,6 +221,23 @@ def test_a_worker_that_slow_tokens_asked_for_stays_while_the_others_would_miss_t
     assert fleet.follow(80, minutes=60, tpot_p95_s=0.03)[-1]["decode"] == before
 
 
+def test_one_more_only_once_the_last_is_there():
+    """A launcher that failed for an hour was asked for one more each two and a half minutes, and then for all at
+    once."""
+    fleet = Fleet(slo=Slo(ttft_s=1.0, tpot_s=0.05))
+    before = fleet.follow(80, minutes=10)[-1]["decode"]
+    wanted = {fleet.ask(80, tpot_p95_s=0.08).wanted["decode"] for _ in range(60)}
+    assert wanted == {before + 1}
+
+
+def test_those_that_the_bounds_refused_are_not_counted():
+    """Two hours of tokens that came too slowly at the maximum kept all workers for six hours of silence."""
+    bounds = ScalerBounds({"prefill": 1, "decode": 1}, {"prefill": 4, "decode": 4}, most_together=8)
+    fleet = Fleet(bounds, slo=Slo(ttft_s=1.0, tpot_s=0.05))
+    assert fleet.follow(60, minutes=120, tpot_p95_s=0.08)[-1]["decode"] == 4
+    assert fleet.follow(0, minutes=60)[-1]["decode"] == 1
+
+
 # ---- bounds and changes ----
 
 
