@@ -34,7 +34,7 @@ class WorkerLoad(NamedTuple):
 
 
 class FleetWatch:
-    """Turns reports of the fleet into counters: call `note` with each report; the first returns None."""
+    """Turns reports of the fleet into counters: call `note` with each report."""
 
     def __init__(self, model: LoadModel):
         self._model = model
@@ -43,14 +43,16 @@ class FleetWatch:
         self._at_s = NAN
         self._since: dict[str, float] = {}  # when a worker was first seen serving
         self._absent: dict[str, float] = {}  # since when a worker's address has no session
-        self._known: set[str] = set()  # addresses that gateways know
+        self._counted: set[str] = set()  # addresses of workers that serve or start
         self.workers: dict[str, list[WorkerLoad]] = {role: [] for role in ROLES}
 
     def note(self, asked: Mapping[str, GatewayLook | None], at_s: float) -> FleetCounters | None:
-        """Return the counters since the previous report. `asked`: the reports of gateways by address, None for one that
-        did not answer. If none did, the load is unknown."""
-        before, seconds = self._before, at_s - self._at_s
+        """Return the counters since the previous report; None for the first, and if no gateway answered. `asked`: the
+        reports of gateways by address, None for one that did not answer."""
         looks = {name: look for name, look in asked.items() if look is not None}
+        if not looks:  # nothing is forgotten, or workers would count as new in the next look
+            return None
+        before, seconds = self._before, at_s - self._at_s
         known = {name: before[name] for name in asked if name in before}  # without gateways that are gone
         self._before = known | {name: (at_s, look.requests) for name, look in looks.items()}
         self._at_s = at_s
@@ -58,7 +60,7 @@ class FleetWatch:
         if not before:
             return None
         spans = [
-            (at_s - before[name][0], *_since(before[name][1], look.requests))
+            (_seconds(*before[name], look.requests, at_s), *_since(before[name][1], look.requests))
             for name, look in looks.items()
             if name in before
         ]
@@ -75,7 +77,7 @@ class FleetWatch:
             sum(came / span_s for span_s, came, *_ in spans) if spans else NAN,
             prompt / answered * (1 - _cached_share(recent)) if answered else NAN,
             output / answered if answered else NAN,
-            sum(look.requests.num_waiting for look in looks.values()) if looks else NAN,
+            sum(look.requests.num_waiting for look in looks.values()),
             percentile([view.timing.ttft_s for view in recent], 95),
             percentile([view.timing.tpot_s for view in recent if view.timing.tpot_s > 0], 95),
             self._read_ratio(recent),
@@ -86,10 +88,10 @@ class FleetWatch:
         )
 
     def with_placed(self, seen: FleetCounters, placed: Iterable[Placed]) -> FleetCounters:
-        """Return the counters with placed workers that no gateway knows yet added to `starting`: a worker registers, or
-        appears in DNS, only once its model is loaded."""
-        unknown = Counter(worker.role for worker in placed if worker.address not in self._known)
-        return seen._replace(starting={role: seen.starting[role] + unknown[role] for role in ROLES})
+        """Return the counters with placed workers that were not counted added to `starting`: a worker registers, or
+        appears in DNS, only once its model is loaded, and one that drained or is away may be restarting."""
+        uncounted = Counter(worker.role for worker in placed if worker.address not in self._counted)
+        return seen._replace(starting={role: seen.starting[role] + uncounted[role] for role in ROLES})
 
     def _count_workers(
         self, looks: Mapping[str, GatewayLook], at_s: float, is_first: bool
@@ -101,22 +103,23 @@ class FleetWatch:
             for view in look.workers.workers:
                 if view.address not in found or view.state == "serving":
                     found[view.address] = view
-        # A placed worker that drained may be restarting: then it is counted by its launcher.
-        self._known = {address for address, view in found.items() if view.state not in ("draining", "left")}
         serving: dict[str, int] = dict.fromkeys(ROLES, 0)
         starting: dict[str, int] = dict.fromkeys(ROLES, 0)
-        self.workers = {role: [] for role in ROLES}
+        self.workers, self._counted = {role: [] for role in ROLES}, set()
         known, self._since = self._since, {}
         absent, self._absent = self._absent, {}
         for address, view in found.items():
             if view.state == "connecting":
                 # A worker that was there before is gone or restarts; neither counts as one that was added.
                 since = self._absent[address] = absent.get(address, -math.inf if is_first or address in known else at_s)
-                starting[view.role] += at_s - since < STARTS_S
+                if at_s - since < STARTS_S:
+                    starting[view.role] += 1
+                    self._counted.add(address)
             elif view.state == "serving":
                 since = self._since[address] = known.get(address, at_s - WARM_S * is_first)
                 is_warm = at_s - since >= WARM_S and view.load.state != "compiling"
                 (serving if is_warm else starting)[view.role] += 1
+                self._counted.add(address)
                 self.workers[view.role].append(WorkerLoad(address, view.load.num_running))
         return serving, starting
 
@@ -146,6 +149,12 @@ def device_of(looks: Iterable[GatewayLook]) -> str:
     devices = [view.hello.model.device for look in looks for view in look.workers.workers]
     gpus, cpus = ([name for name in devices if name and names_gpu(name) == is_gpu] for is_gpu in (True, False))
     return next(iter(max(gpus, cpus, key=len)), "")
+
+
+def _seconds(before_s: float, before: pb.ListRequestsResponse, now: pb.ListRequestsResponse, now_s: float) -> float:
+    """Return the seconds between two reports of a gateway, by its own clock too: that of the scaler stands still while
+    its host is suspended."""
+    return max(now_s - before_s, now.uptime_s - before.uptime_s)
 
 
 def _since(before: pb.ListRequestsResponse, now: pb.ListRequestsResponse) -> tuple[float, float, float, float]:

@@ -128,9 +128,9 @@ def test_a_gateway_that_began_again_counts_from_its_start():
 
 
 def test_a_fleet_that_does_not_answer_is_unknown_and_not_idle():
-    watch, scaler = FleetWatch(FlatModel()), Scaler(FlatModel(), ScalerBounds(), Slo(), 60)
+    watch = FleetWatch(FlatModel())
     watch.note({"a": look()}, 0)
-    assert scaler.decide(watch.note({"a": None}, 60)) is None
+    assert watch.note({"a": None}, 60) is None
 
 
 def test_a_gateway_that_misses_a_look_counts_from_the_one_before():
@@ -147,6 +147,37 @@ def test_an_only_gateway_that_misses_a_look_costs_one_decision():
     watch.note({"a": look()}, 0)
     watch.note({"a": None}, 60)
     assert watch.note({"a": look(ended=240, uptime=220)}, 120).requests_per_s == 2.0
+
+
+@pytest.mark.parametrize("asked", [{"a": None}, {"name": None}, {}], ids=["silent", "no such name", "other devices"])
+def test_a_look_without_answers_forgets_nobody(asked):
+    """Those that serve counted as starting for two minutes, those that are gone for ten."""
+    watch = FleetWatch(FlatModel())
+    both = [worker(1), worker(2, state="connecting"), worker(3, "prefill")]
+    watch.note({"a": look(both)}, 0)
+    watch.note({"a": look([*both, worker(4, state="connecting")], uptime=160)}, 60)
+    assert watch.note(asked, 120) is None
+    late = answered(ended_s=100.0, ttft_s=0.7)
+    seen = watch.note({"a": look([*both, worker(4, state="connecting")], 120, uptime=280, recent=[late])}, 180)
+    assert seen.serving == {"prefill": 1, "decode": 1} and seen.starting == {"prefill": 0, "decode": 1}
+    assert (seen.requests_per_s, seen.ttft_p95_s) == (1.0, 0.7), "since the last look that was answered"
+
+
+def test_a_placed_worker_counts_from_the_start():
+    """Gateways know its address, which told nothing: another was started beside it."""
+    watch = FleetWatch(FlatModel())
+    there = [worker(1), worker(2, state="connecting"), worker(3, state="connecting")]
+    watch.note({"a": look(there)}, 0)
+    seen = watch.note({"a": look(there, uptime=160)}, 60)
+    seen = watch.with_placed(seen, [Placed("decode", worker(number).address) for number in (1, 2)])
+    assert (seen.serving["decode"], seen.starting["decode"]) == (1, 1)
+
+
+def test_a_rate_is_by_its_gateways_clock():
+    """That of the scaler stands still while its host is suspended: an hour's requests were those of a minute."""
+    watch = FleetWatch(FlatModel())
+    watch.note({"a": look(uptime=100)}, 0)
+    assert watch.note({"a": look(ended=7320, uptime=3760)}, 60).requests_per_s == 2.0
 
 
 def test_new_workers_count_as_starting_until_they_are_warm():
@@ -331,6 +362,24 @@ async def test_nothing_is_changed_by_a_lease_that_lapsed_while_it_looked(monkeyp
     for _ in range(3):
         assert await loop.turn() is None
     assert not told and not hands.done
+
+
+async def test_nobody_is_asked_without_the_lease(monkeypatch):
+    """Each that does not answer takes up to ten seconds: another scaler that led by then asked the same workers."""
+
+    class ShortLease:
+        num_left = 4
+
+        async def hold(self):
+            self.num_left -= 1
+            return self.num_left > 0
+
+    hands = Hands()
+    workers = [*(worker(number, num_running=number) for number in range(1, 7)), worker(7, "prefill")]
+    loop, _ = loop_of(Gateway(monkeypatch, workers, 0), performer=hands, lease=ShortLease())
+    for _ in range(2):
+        await loop.turn()
+    assert [address for _, address, _ in hands.done] == ["10.0.0.1:1", "10.0.0.2:1"]
 
 
 # ---- the command ----
