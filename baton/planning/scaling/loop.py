@@ -87,7 +87,7 @@ class ScalerLoop:
         if self._performer is not None:
             leaving = {role: iter(sorted(self._watch.workers[role], key=_load_of)) for role in ROLES}
             for change in changes:
-                await _perform(self._performer, change, leaving[change.role])
+                await _perform(self._performer, change, leaving[change.role], self._leads)
         return decision
 
     async def _leads(self) -> bool:
@@ -109,15 +109,19 @@ class ScalerLoop:
             return None
 
 
-async def _perform(performer: Performer, change: ScaleChange, leaving: Iterator[WorkerLoad]) -> None:
+async def _perform(
+    performer: Performer, change: ScaleChange, leaving: Iterator[WorkerLoad], leads: Callable[[], Awaitable[bool]]
+) -> None:
     """Carry one change out. `leaving` yields the role's workers that no other change has asked, in the order in which
     they should leave. Failures are logged, so an unreachable worker holds up no other. A worker that failed to change
-    its role may have exited, so no other is asked in its place."""
+    its role may have exited, so no other is asked in its place. `leads` renews the lease, and is asked each time: some
+    workers that do not answer take longer than it lasts."""
     if change.kind == "start":
-        await _succeeds(performer.start(change.role, change.number), change.words)
+        if await leads():
+            await _succeeds(performer.start(change.role, change.number), change.words)
         return
     num_left = change.number
-    while num_left and (worker := next(leaving, None)):
+    while num_left and (worker := next(leaving, None)) and await leads():
         is_asked = await _succeeds(performer.drain(worker.address, change.next_role), worker.address)
         num_left -= is_asked or change.kind == "change"
 

@@ -15,6 +15,10 @@ from tests.support.launch.kubernetes import ApiServer
 from tests.support.launch.launchers import all_serve, until
 
 
+async def leads() -> bool:
+    return True
+
+
 async def test_starts_drains_and_changes_roles():
     async with ApiServer(("p", "prefill", "b"), ("d", "decode", "b")).serve() as url:
         launcher = KubernetesLauncher.find("llm", None, url)
@@ -42,7 +46,7 @@ async def test_a_worker_that_nothing_can_follow_stays():
         await performer.start("decode", 3)
         three = await until(launcher, all_serve(3))
         leaving = iter(WorkerLoad(worker.address, 0) for worker in three)
-        await loop._perform(performer, ScaleChange("change", "decode", 2, "prefill"), leaving)
+        await loop._perform(performer, ScaleChange("change", "decode", 2, "prefill"), leaving, leads)
         assert len(await performer.placed()) == 3
 
 
@@ -55,9 +59,9 @@ async def test_a_change_that_fails_asks_no_other_worker():
             raise TimeoutError
 
     leaving = [WorkerLoad(f"10.0.0.{number}:1", 0) for number in range(4)]
-    await loop._perform(Deaf(), ScaleChange("change", "decode", 2, "prefill"), iter(leaving))
+    await loop._perform(Deaf(), ScaleChange("change", "decode", 2, "prefill"), iter(leaving), leads)
     assert len(asked) == 2
-    await loop._perform(Deaf(), ScaleChange("drain", "decode", 2), iter(leaving))
+    await loop._perform(Deaf(), ScaleChange("drain", "decode", 2), iter(leaving), leads)
     assert len(asked) == 6, "of those that may just go, the next is asked"
 
 
