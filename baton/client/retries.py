@@ -68,7 +68,7 @@ class Attempts:
             longest = min(policy.longest_pause_s, policy.first_pause_s * 2 ** min(self._num_failed - 1, 30))
             pause_s = random.uniform(longest / 2, longest)
         else:
-            pause_s = error.retry_after_s * random.uniform(1.0, 1.0 + _SPREAD)
+            pause_s = min(error.retry_after_s * random.uniform(1.0, 1.0 + _SPREAD), threading.TIMEOUT_MAX)
         left_s = self.left_s
         if self._num_failed >= policy.max_attempts or (left_s is not None and pause_s >= left_s):
             raise error

@@ -11,7 +11,7 @@ import pytest
 
 from baton.client import AsyncClient, CallError, Client, RetryPolicy, retries
 from baton.client.request import make_request
-from baton.client.retries import Addresses
+from baton.client.retries import Addresses, Attempts
 from baton.service.errors import AlreadyExists, Cancelled, Internal, InvalidRequest, Overloaded, Unavailable
 from tests.client.conftest import NUM_TOKENS, ScriptedGateway, answer_of, serving
 from tests.support.client import gather
@@ -204,6 +204,13 @@ def test_no_pause_goes_beyond_the_deadline(gateways):
     with Client(gateway.target) as client, pytest.raises(CallError) as caught:
         list(client.stream("a", timeout_s=20))
     assert caught.value.retry_after_s == 1000.0 and caught.value.reason == "OVERLOADED"
+
+
+def test_a_pause_of_centuries_can_be_waited_for():
+    """A longer one than threads can wait for would end the call in an OverflowError."""
+    error = CallError(grpc.StatusCode.RESOURCE_EXHAUSTED, "full")
+    error.retry_after_s = 3e11  # the most that RetryInfo can say
+    assert Attempts(QUICK, None).pause_s(error) == threading.TIMEOUT_MAX
 
 
 def test_all_attempts_share_one_deadline(gateways):

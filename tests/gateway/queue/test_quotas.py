@@ -252,6 +252,31 @@ def test_nothing_that_is_told_fills_a_bucket(tellings):
     assert used <= 500 + 100 * at + 50
 
 
+@pytest.mark.parametrize("told", [[(0, 0, -float(1 << 53))], [(0, 0, 500.0), (1 << 53, 0, 500.0)]])
+def test_what_one_gateway_tells_locks_no_tenant_out_for_long(told):
+    """A count that no gateway of this stack can have, and then none any more: a few bursts are missing, not years."""
+    quotas = Quotas({"a": Quota(100.0, 1000.0)})
+    use(quotas, "a", 10, 0.0)
+    for counts in told:
+        quotas.note_others(usage_elsewhere(*counts), 0.0)
+    quotas.note_others({}, 0.0)
+    assert expect_refusal(quotas, "a", 0.0).reason == "TENANT_TOKENS"
+    use(quotas, "a", 10, 41.0)
+    assert quotas.counts(200.0)["a"].balance == 1000.0
+
+
+@pytest.mark.parametrize("num_tokens", [50, 2_000])
+def test_what_all_gateways_let_in_at_once_is_missing_afterwards(num_tokens):
+    """Of requests that are larger than the burst too."""
+    quotas = Quotas({"a": Quota(100.0, 500.0)})
+    use(quotas, "a", num_tokens, 0.0)
+    told = {f"g{i}": {"a": UsageCounts(0, 0, 0, 500.0)} for i in range(7)}
+    quotas.note_others(told, 0.0)
+    told = {name: {"a": UsageCounts(1, 500 + num_tokens, 0, -num_tokens)} for name in told}
+    quotas.note_others(told, 0.0)
+    assert quotas.counts(0.0)["a"].balance == 500 - num_tokens - 7 * (500 + num_tokens)
+
+
 def test_a_tenant_that_comes_here_late_brings_what_it_uses_elsewhere():
     quotas = Quotas({"a": Quota(100.0, 500.0, 4)})
     quotas.note_others(usage_elsewhere(700, 0, -200.0, 4), 0.0)
