@@ -4,8 +4,8 @@ import asyncio
 from pathlib import Path
 
 from bench.lib.report import Report
+from tests.support.abuse.attacked_stack import AttackedStack, Attackers, attacked
 from tests.support.abuse.catalogue import Cell, cells
-from tests.support.abuse.ground import Attackers, Ground, attacked
 from tests.support.models import make_model
 
 COUNT, QUICK_COUNT = 2000, 100
@@ -17,19 +17,19 @@ def abuse(report: Report, folder: Path, quick: bool) -> None:
     model = make_model(folder / "tiny")
     found = [cell for cell in cells() if not quick or cell.abuse.name in QUICK]
     for kv in dict.fromkeys(cell.port.kv for cell in found):
-        with Ground(model, folder / kv, kv) as ground:
+        with AttackedStack(model, folder / kv, kv) as stack:
             count = QUICK_COUNT if quick else COUNT
-            asyncio.run(_rows(report, ground, [cell for cell in found if cell.port.kv == kv], count))
+            asyncio.run(_rows(report, stack, [cell for cell in found if cell.port.kv == kv], count))
 
 
-async def _rows(report: Report, ground: Ground, found: list[Cell], count: int) -> None:
-    await ground.warm()
+async def _rows(report: Report, stack: AttackedStack, found: list[Cell], count: int) -> None:
+    await stack.warm()
     async with Attackers(2) as attackers:
         for port, name in dict.fromkeys((cell.port.name, cell.abuse.name) for cell in found):
             several = [cell for cell in found if (cell.port.name, cell.abuse.name) == (port, name)]
-            seen = [await attacked(ground, attackers, cell, count) for cell in several]
+            seen = [await attacked(stack, attackers, cell, count) for cell in several]
             worst, faults = max(seen, key=lambda each: each.ratio), sum(len(each.faults) for each in seen)
-            alone_ms = 1e3 * ground.alone_s[worst.part]
+            alone_ms = 1e3 * stack.alone_s[worst.part]
             report.add(f"{port}: {name}: {worst.part}, worst", worst.ratio * alone_ms, "ms", against=alone_ms)
             if faults:
                 report.add(f"{port}: {name}: canaries lost, or memory kept", faults, "faults", goal="value <= 0")

@@ -1,4 +1,4 @@
-"""The table at the end: ports x abuses, how much longer the canary took at worst than alone, and what memory stayed."""
+"""The table at the end: ports x abuses, how much longer the bystander took at worst than alone, what memory stayed."""
 
 import json
 
@@ -22,7 +22,7 @@ def pytest_terminal_summary(terminalreporter) -> None:
         if name == "abuse"
     ]
     if told:
-        terminalreporter.section("abuse: the canary's worst time over its time alone, and MiB that stayed")
+        terminalreporter.section("abuse: the bystander's worst time over its time alone, and MiB that stayed")
         for line in table(told):
             terminalreporter.write_line(line)
 

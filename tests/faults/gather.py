@@ -31,7 +31,7 @@ from tests.support.fork_server.processes import ForkServerStack
 from tests.support.fuzz import fuzzers
 from tests.support.fuzz.builds import MixedStacks, builds_plan
 from tests.support.fuzz.fuzzer import Fuzzer, words
-from tests.support.fuzz.fuzzer import run as run_fuzzer
+from tests.support.fuzz.fuzzer import fuzz as run_fuzzer
 from tests.support.fuzz.stacks import Stacks, stack_plan
 from tests.support.models import make_model
 from tests.support.process import Process
@@ -60,7 +60,7 @@ async def kills(world: World, count: int, seed: int, ends_at: float) -> dict:
                     values["kills"] += 1
         except AssertionError as error:  # counted, and the run continues
             print(f"kills from {first}: {error}", flush=True)
-        asks = [ask for ask in c.history.asks if not isinstance(ask.prompt, str)]  # canaries are texts
+        asks = [ask for ask in c.history.asks if not isinstance(ask.prompt, str)]  # probes are texts
         values.update(_judged(world, asks), violations=len(deaths) + (c.outcome != "kept"))
         gaps += [ask.gap_s for ask in asks]
     gap_p50_s, gap_p99_s = (round(percentile(gaps, percent), 3) for percent in (50, 99))

@@ -37,7 +37,7 @@ from tests.support.process import ROOT
 NUM_CLIENTS, NUM_IN_BURST = 32, 128
 NUM_BLOCKS = 160  # of each worker
 BURST_S, BURST_EVERY_S = 60.0, 480.0
-SAMPLE_S, CANARY_S = 5.0, 1.0
+SAMPLE_S, PROBE_S = 5.0, 1.0
 STEP = "engine.step=sleep:0.01"  # streams that last long enough to be hit
 STACK_SHARE = 0.25  # of the time, once more, for random plans on a stack
 # Of the processes' own pages: what it is called here, the line there, and its unit.
@@ -120,7 +120,7 @@ async def run(world: World, seconds: float, seed: int) -> tuple[Load, Nemesis, S
             for work in (
                 nemesis.run(ends_at),
                 _bursts(load, ends_at, seconds),
-                _canaries(load, ends_at),
+                _probes(load, ends_at),
                 _sample(world, samples, ends_at),
             )
         ]
@@ -130,8 +130,8 @@ async def run(world: World, seconds: float, seed: int) -> tuple[Load, Nemesis, S
             process.arm("")
         faults = await world.aside(world.heal) + load.faults
         for _ in range(5):
-            ask = await load.canary()
-            faults += [f"I-8 a canary afterwards: {ask.words()}"] if ask.status != "OK" else []
+            ask = await load.probe()
+            faults += [f"I-8 a request afterwards: {ask.words()}"] if ask.status != "OK" else []
     faults += await world.aside(world.ledgers)
     faults += [f"I-6 {line}" for line in world.stack.complaints()]
     faults += check_privacy(world.pages()) + _uncounted(before, world.counters(), load) + samples.missed_gates()
@@ -158,10 +158,10 @@ async def _bursts(load: Load, ends_at: float, seconds: float) -> None:
             await asyncio.sleep(burst)
 
 
-async def _canaries(load: Load, ends_at: float) -> None:
+async def _probes(load: Load, ends_at: float) -> None:
     while time.monotonic() < ends_at:
-        await load.canary()
-        await asyncio.sleep(CANARY_S)
+        await load.probe()
+        await asyncio.sleep(PROBE_S)
 
 
 async def _sample(world: World, samples: Samples, ends_at: float) -> None:

@@ -7,7 +7,7 @@ import sys
 import torch
 
 from tests.support.fuzz import fuzzers
-from tests.support.fuzz.fuzzer import read_plan, run, words
+from tests.support.fuzz.fuzzer import fuzz, read_plan, words
 
 
 def main() -> int:
@@ -23,7 +23,7 @@ def main() -> int:
         print(dict(fuzzers.ALL[plan["kind"]].obey(plan)))
         return 0
     print(f"{arguments.what} {arguments.count}, seed {arguments.seed}", flush=True)
-    counts, found = run(fuzzers.ALL[arguments.what], arguments.count, arguments.seed)
+    counts, found = fuzz(fuzzers.ALL[arguments.what], arguments.count, arguments.seed)
     print(dict(counts))
     if found:
         print(words(found))

@@ -8,14 +8,14 @@ from baton.engine.schedule.admission import Admission
 from baton.engine.schedule.group_actions import Ending, end
 from baton.engine.schedule.sequence import Sequence
 from tests.support.fuzz import fuzzers
-from tests.support.fuzz.fuzzer import run, words
+from tests.support.fuzz.fuzzer import fuzz, words
 
 
 @pytest.mark.parametrize(
     ("num_requests", "seed"), [(200, 0), *(pytest.param(400, seed, marks=pytest.mark.long) for seed in range(8))]
 )
 def test_two_engines_answer_as_none_would(num_requests, seed):
-    counts, found = run(fuzzers.ALL["toy"], num_requests, seed)
+    counts, found = fuzz(fuzzers.ALL["toy"], num_requests, seed)
     print(dict(counts))
     assert not found, words(found)
     assert counts["done"] > num_requests / 3 and counts["fetches"] > num_requests / 6
@@ -92,6 +92,6 @@ def forgets_to_unreserve(self, num, unreserve=Ledger.unreserve):
 )
 def test_a_planted_fault_is_found_and_made_small(monkeypatch, owner, name, fault):
     monkeypatch.setattr(owner, name, fault)
-    counts, found = run(fuzzers.ALL["toy"], 1000, 1)
+    counts, found = fuzz(fuzzers.ALL["toy"], 1000, 1)
     assert found, dict(counts)
     assert len(found.plan["ops"]) <= 3 and len(found.plan["requests"]) <= 3, words(found)

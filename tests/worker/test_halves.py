@@ -24,7 +24,7 @@ from tests.support import bare_engine
 from tests.support.model_folders.families import make_folder
 from tests.support.models import make_model
 from tests.support.worker.doubles import OutboxDouble
-from tests.support.worker.scripted import make_spec, run, taker_of
+from tests.support.worker.scripted import make_spec, run_bounded, taker_of
 
 KEY = pb.Key(request_id="one")
 PROMPT = [5 + (i * i * 31 + i * 17) % 1000 for i in range(150)]
@@ -98,7 +98,7 @@ def test_two_halves_answer_as_one_engine(model):
 
     engine = bare_engine.load_engine(model, num_blocks=64, threads=1)
     request = Request(Key("bare"), tuple(PROMPT), len(PROMPT), SamplingParams(), 9)
-    assert run(main) == bare_engine.serve_alone(engine, [request])["bare"][0].token_ids
+    assert run_bounded(main) == bare_engine.serve_alone(engine, [request])["bare"][0].token_ids
 
 
 def test_a_half_leaves_the_other_roles_commands_alone(model):
@@ -107,7 +107,7 @@ def test_a_half_leaves_the_other_roles_commands_alone(model):
             half.dispatch(admit=pb.Admit(key=KEY, spec=make_spec(PROMPT)))
             assert not half.outbox.events and not half.dispatcher.legs
 
-    run(main)
+    run_bounded(main)
 
 
 def test_the_step_of_checkpoints_that_is_told_is_one_of_whole_blocks(tmp_path):

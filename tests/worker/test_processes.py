@@ -14,7 +14,7 @@ from tests.support.models import make_model
 from tests.support.observe.otlp import Receiver
 from tests.support.process import Process
 from tests.support.stack import SLOW_STEPS
-from tests.support.worker.scripted import LegEnded, Pair, Session, make_spec, run
+from tests.support.worker.scripted import LegEnded, Pair, Session, make_spec, run_bounded
 
 OPTIONS = ("--num-blocks", "200", "--threads", "1", "--max-num-seqs", "16")
 PHASES = ("admitted", "accepted", "fetching", "done", "started", "row", "never")
@@ -114,7 +114,7 @@ def test_200_requests_with_cancels_in_every_phase_leak_nothing(workers):
             answer = await pair.generate("after", make_spec([9] * 150, max_tokens=5))
             assert len(answer.token_ids[0]) == 5
 
-    run(main)
+    run_bounded(main)
     assert sum(endings.values()) == 200 and endings["finished"] > 10 and endings["CANCELLED"] > 20, endings
     assert not endings.keys() & {"INTERNAL", "ENGINE_FAILED", "BAD_COMMAND", "DIGEST_MISMATCH"}, endings
 
@@ -147,7 +147,7 @@ def test_a_trace_of_every_ending(workers):
 
     names = {"prefill", "prefill.queue", "prefill.compute", "kv.transfer", "decode", "decode.queue", "decode.steps"}
     statuses = {}
-    for trace_id, ending in zip(run(main), ("ok", "cancelled", "error"), strict=True):
+    for trace_id, ending in zip(run_bounded(main), ("ok", "cancelled", "error"), strict=True):
         receiver.wait_for(lambda spans, wanted=trace_id: sum(span.trace_id == wanted for span in spans) >= 7)
         spans = {span.name: span for span in receiver.trace(trace_id)}
         assert spans.keys() == names and len(receiver.trace(trace_id)) == 7
@@ -182,7 +182,7 @@ def test_a_worker_drains_on_sigterm(fork_server, model, tmp_path):
             assert len((await walk).token_ids[0]) == 300
 
     try:
-        run(main)
+        run_bounded(main)
         assert [process.wait() for process in processes] == [0, 0]
     finally:
         for process in processes:
@@ -202,7 +202,7 @@ def test_drain_ends_what_is_too_long(fork_server, model, tmp_path):
             assert (ended.code, ended.reason) == (14, "DRAINING")
 
     try:
-        run(main)
+        run_bounded(main)
         assert processes[1].wait() == 0
         assert processes[0].stop() == 0
     finally:
@@ -232,7 +232,7 @@ def test_the_source_dies_in_mid_transfer(fork_server, model, tmp_path):
             assert len(local.token_ids[0]) == 3
 
     try:
-        run(main)
+        run_bounded(main)
         assert processes[1].stop() == 0
     finally:
         for process in processes:

@@ -8,7 +8,7 @@ from baton.v1 import inference_pb2
 from baton.worker.settings import WorkerSettings
 from tests.support.bare_engine import answer_alone
 from tests.support.models import make_model
-from tests.support.worker.scripted import make_spec, run, run_pair, worker_prompt
+from tests.support.worker.scripted import make_spec, run_bounded, run_pair, worker_prompt
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +35,7 @@ def test_split_equals_whole_and_says_what_was_accepted(model):
             await pair.decode.wait_idle()
             return greedy, seeded, narrow, plain, worker.engine.load_report()
 
-    greedy, seeded, narrow, plain, load = run(main)
+    greedy, seeded, narrow, plain, load = run_bounded(main)
     assert greedy.token_ids == answer_alone(model, worker_prompt(200), 30)
     assert seeded.token_ids == answer_alone(model, worker_prompt(130, 2), 9, **sampled)
     assert narrow.token_ids == plain.token_ids == answer_alone(model, worker_prompt(150, 3), 20)

@@ -17,7 +17,7 @@ from baton.worker.legs.states import LegState
 from tests.support.bare_engine import answer_alone
 from tests.support.models import make_model
 from tests.support.stack import SLOW_STEPS
-from tests.support.worker.scripted import LegEnded, Session, make_spec, run, run_pair, run_worker, worker_prompt
+from tests.support.worker.scripted import LegEnded, Session, make_spec, run_bounded, run_pair, run_worker, worker_prompt
 
 VOCAB = 1024
 
@@ -48,7 +48,7 @@ def test_split_equals_whole(model, transport):
             await pair.decode.wait_idle()
             return answer.token_ids, seeded.token_ids
 
-    greedy, seeded = run(main)
+    greedy, seeded = run_bounded(main)
     assert greedy == answer_alone(model, worker_prompt(200), 12)
     assert seeded == answer_alone(model, worker_prompt(130, 2), 9, temperature=1.0, seed=7, n=3, top_k=50)
 
@@ -73,7 +73,7 @@ def test_many_at_once(model):
             await pair.decode.wait_idle()
             return answers
 
-    for index, answer in enumerate(run(main)):
+    for index, answer in enumerate(run_bounded(main)):
         assert answer == answer_alone(model, worker_prompt(40 + 13 * index, index), 10)
 
 
@@ -89,7 +89,7 @@ def test_prefix_hits_on_both_sides(model):
             assert longer.granted.num_cached_tokens == 256
             return longer.token_ids
 
-    assert run(main) == answer_alone(model, worker_prompt(300) + worker_prompt(100, 9), 4)
+    assert run_bounded(main) == answer_alone(model, worker_prompt(300) + worker_prompt(100, 9), 4)
 
 
 def test_only_the_window_crosses(model, tmp_path):
@@ -109,7 +109,7 @@ def test_only_the_window_crosses(model, tmp_path):
             await pair.decode.wait_idle()
             return first.token_ids, again.token_ids
 
-    first, again = run(main)
+    first, again = run_bounded(main)
     assert first == answer_alone(folder, worker_prompt(300), 90)
     assert again == answer_alone(folder, worker_prompt(300) + first[0], 20)
 
@@ -135,7 +135,7 @@ def test_of_layers_with_a_window_the_window_stays(model, tmp_path):
             assert decode.engine.ledger.num_ids > decode.engine.num_blocks
             return first.token_ids, again.token_ids
 
-    first, again = run(main)
+    first, again = run_bounded(main)
     assert first == answer_alone(folder, worker_prompt(300), 90)
     assert again == answer_alone(folder, worker_prompt(300) + first[0], 20)
 
@@ -151,7 +151,7 @@ def test_a_decode_worker_alone(model):
             await pair.decode.wait_idle()
             return answer.token_ids
 
-    assert run(main) == answer_alone(model, worker_prompt(150), 10)
+    assert run_bounded(main) == answer_alone(model, worker_prompt(150), 10)
 
 
 def test_the_first_token_may_be_the_last(model):
@@ -165,7 +165,7 @@ def test_the_first_token_may_be_the_last(model):
             await pair.prefill.wait_idle()
             await pair.decode.wait_idle()
 
-    run(main)
+    run_bounded(main)
 
 
 def test_spans_that_lie_on_a_decode_worker_are_offered(model):
@@ -203,7 +203,7 @@ def test_spans_that_lie_on_a_decode_worker_are_offered(model):
             await pair.decode.wait_idle()
             return [first.token_id for first in done.first_tokens]
 
-    assert run(main) == answer_alone(model, worker_prompt(200) + worker_prompt(50, 3), 5)[0][:1]
+    assert run_bounded(main) == answer_alone(model, worker_prompt(200) + worker_prompt(50, 3), 5)[0][:1]
 
 
 # ---- endings ----
@@ -234,7 +234,7 @@ def test_cancel_in_every_phase(model, phase, slow):
             assert len(again.token_ids[0]) == 3
             assert set(pair.decode.num_ended.values()) == {1} and set(pair.prefill.num_ended.values()) <= {1}
 
-    run(main)
+    run_bounded(main)
 
 
 def test_a_deadline_ends_both_legs(model, slow):
@@ -250,7 +250,7 @@ def test_a_deadline_ends_both_legs(model, slow):
             await pair.prefill.wait_idle()
             await pair.decode.wait_idle()
 
-    run(main)
+    run_bounded(main)
 
 
 def test_a_taker_that_never_comes(model):
@@ -273,7 +273,7 @@ def test_a_taker_that_never_comes(model):
             assert (await pair.decode.wait_ended("left")).reason == "LEASE_EXPIRED"
             await pair.decode.wait_idle()
 
-    run(main)
+    run_bounded(main)
 
 
 def test_tickets_and_handles_that_are_wrong(model):
@@ -302,7 +302,7 @@ def test_tickets_and_handles_that_are_wrong(model):
             await pair.prefill.wait_idle()
             await pair.decode.wait_idle()
 
-    run(main)
+    run_bounded(main)
 
 
 def test_a_finer_form_is_refused(model):
@@ -315,7 +315,7 @@ def test_a_finer_form_is_refused(model):
             await pair.prefill.wait_idle()
             await pair.decode.wait_idle()
 
-    run(main)
+    run_bounded(main)
 
 
 def test_a_lost_stream_gives_everything_back(model, slow):
@@ -343,7 +343,7 @@ def test_a_lost_stream_gives_everything_back(model, slow):
             assert not prefill.dispatcher.legs
             assert {leg.state for leg in decode.dispatcher.legs.values()} <= {LegState.ORPHANED}
 
-    run(main)
+    run_bounded(main)
 
 
 def test_a_step_that_fails_ends_its_keys_and_nothing_else(model):
@@ -362,7 +362,7 @@ def test_a_step_that_fails_ends_its_keys_and_nothing_else(model):
             await pair.generate_here("after", make_spec(worker_prompt(100)))
             await pair.decode.wait_idle()
 
-    run(main)
+    run_bounded(main)
 
 
 def test_a_stalled_loop_is_not_serving(model):
@@ -388,7 +388,7 @@ def test_a_stalled_loop_is_not_serving(model):
             watch.cancel()
             await channel.close()
 
-    run(main)
+    run_bounded(main)
 
 
 # ---- sessions ----
@@ -422,7 +422,7 @@ def test_a_hello_says_what_the_worker_is(model):
                 assert caught.value.code() is grpc.StatusCode.FAILED_PRECONDITION
                 await stranger.close()
 
-    run(main)
+    run_bounded(main)
 
 
 def test_index_events(model):
@@ -449,4 +449,4 @@ def test_index_events(model):
                     known = (known | set(events.sealed)) - set(events.evicted)
             assert not set(first.span_hashes) <= known
 
-    run(main)
+    run_bounded(main)

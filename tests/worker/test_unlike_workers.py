@@ -15,7 +15,7 @@ from kvtransfer.wire import decode_handle, encode_handle
 from tests.support.bare_engine import answer_alone
 from tests.support.models import make_model
 from tests.support.stack import SLOW_STEPS
-from tests.support.worker.scripted import LegEnded, Session, make_spec, run, run_pair, run_worker, worker_prompt
+from tests.support.worker.scripted import LegEnded, Session, make_spec, run_bounded, run_pair, run_worker, worker_prompt
 from tests.support.worker.sources import generate_with_sources, offered_prefix
 
 
@@ -39,7 +39,7 @@ def test_other_block_sizes_are_exact(model, transport, sizes):
             await pair.decode.wait_idle()
             return answer.token_ids, again.token_ids
 
-    first, second = run(main)
+    first, second = run_bounded(main)
     assert first == answer_alone(model, worker_prompt(300), 9)
     assert second == answer_alone(model, worker_prompt(300) + worker_prompt(70, 2), 9, n=2, seed=3, temperature=1.0)
 
@@ -59,7 +59,7 @@ def test_a_lossier_form_is_fed_and_called_mixed(model, transport, caplog):
             await pair.prefill.wait_idle()
             await pair.decode.wait_idle()
 
-    run(main)
+    run_bounded(main)
     assert sum("mixed" in record.message for record in caplog.records) == 1
 
 
@@ -76,7 +76,7 @@ def test_strict_numerics(model, strict):
             await pair.prefill.wait_idle()
             await pair.decode.wait_idle()
 
-    run(main)
+    run_bounded(main)
 
 
 def test_digests_of_sha256_move_the_same_kv(model):
@@ -84,7 +84,7 @@ def test_digests_of_sha256_move_the_same_kv(model):
         async with run_pair(model, decode={"kv_digest": "sha256"}) as (pair, _, _):
             return (await pair.generate("one", make_spec(worker_prompt(200), max_tokens=6))).token_ids
 
-    assert run(main) == answer_alone(model, worker_prompt(200), 6)
+    assert run_bounded(main) == answer_alone(model, worker_prompt(200), 6)
 
 
 def test_a_lease_serves_another_taker(model):
@@ -127,7 +127,7 @@ def test_a_lease_serves_another_taker(model):
             await second.close()
             return done
 
-    assert len(run(main).first_tokens) == 1
+    assert len(run_bounded(main).first_tokens) == 1
 
 
 def test_a_second_taker_gives_up(model):
@@ -153,7 +153,7 @@ def test_a_second_taker_gives_up(model):
             await pair.prefill.wait_idle()
             await pair.decode.wait_idle()
 
-    run(main)
+    run_bounded(main)
 
 
 def test_a_held_lease_that_expires_is_no_success(model):
@@ -165,7 +165,7 @@ def test_a_held_lease_that_expires_is_no_success(model):
             assert (ended.code, ended.reason) == (14, "LEASE_EXPIRED")
             await pair.prefill.wait_idle()
 
-    run(main)
+    run_bounded(main)
 
 
 # ---- a prefill worker as a taker ----
@@ -193,7 +193,7 @@ def test_a_prefill_worker_pulls_its_prefix(model, block_size, monkeypatch):
             await session.close()
             return tokens
 
-    assert run(main) == answer_alone(model, turn2, 5)[0][:1]
+    assert run_bounded(main) == answer_alone(model, turn2, 5)[0][:1]
 
 
 def test_a_prefix_that_cannot_be_pulled_is_computed(model):
@@ -207,7 +207,7 @@ def test_a_prefix_that_cannot_be_pulled_is_computed(model):
             assert fetched.num_tokens == len(turn2) and not done.HasField("pulled")
             return tokens
 
-    assert run(main) == answer_alone(model, turn2, 5)[0][:1]
+    assert run_bounded(main) == answer_alone(model, turn2, 5)[0][:1]
 
 
 @asynccontextmanager
@@ -238,7 +238,7 @@ def test_a_source_that_says_nothing_is_told_to_the_gateway(model, monkeypatch, c
             await session.wait_idle()
             await session.close()
 
-    run(main)
+    run_bounded(main)
     assert "prefix not pulled key=" in caplog.text and 'reason="nothing came for 0.2 s"' in caplog.text
 
 
@@ -256,4 +256,4 @@ def test_cancelled_while_it_pulls(model):
             await session.close()
             await asyncio.sleep(0)
 
-    run(main)
+    run_bounded(main)

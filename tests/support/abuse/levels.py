@@ -10,7 +10,7 @@ from typing import NamedTuple
 from tests.support.pace import patience
 from tests.support.process import Process
 
-DESCRIPTORS = 8  # the canary's own connections come and go
+MORE_DESCRIPTORS = 8  # the bystander's own connections come and go
 _ANONYMOUS = re.compile(r"^Anonymous: +(\d+) kB", re.MULTILINE)
 
 
@@ -45,7 +45,7 @@ def stayed(processes: Sequence[Process], before: dict[str, Level], tolerance_mib
         for name, was in before.items():
             if now[name].mib > was.mib + tolerance_mib:
                 faults.append(f"{name}: {now[name].mib:.0f} MiB afterwards, {was.mib:.0f} before")
-            if now[name].descriptors > was.descriptors + DESCRIPTORS:
+            if now[name].descriptors > was.descriptors + MORE_DESCRIPTORS:
                 faults.append(f"{name}: {now[name].descriptors} descriptors afterwards, {was.descriptors} before")
         if not faults or time.monotonic() > deadline:
             return Stayed(max(now[name].mib - was.mib for name, was in before.items()), faults)

@@ -25,7 +25,7 @@ from kvtransfer.naming import SpanHash, chain_hashes
 
 TOY_VOCAB = 97
 PRIME = 1_000_003
-ROOT = SpanHash(b"root" * 8)
+CHAIN_ROOT = SpanHash(b"root" * 8)
 
 
 def toy_logits(token_ids: Sequence[int]) -> torch.Tensor:
@@ -147,8 +147,8 @@ def engine_request(name: str, token_ids: Sequence[int], max_tokens: int = 8, att
     """Options of Request, those of SamplingParams, and `named=False` to stay out of the prefix cache."""
     named, num_prompt = options.pop("named", True), options.pop("num_prompt_tokens", len(token_ids))
     sampling = SamplingParams(**{k: options.pop(k) for k in list(options) if k in SamplingParams.__dataclass_fields__})
-    hashes = tuple(chain_hashes(ROOT, token_ids)) if named else ()
-    parent = (hashes[-1] if hashes else ROOT) if named else bytes(32)
+    hashes = tuple(chain_hashes(CHAIN_ROOT, token_ids)) if named else ()
+    parent = (hashes[-1] if hashes else CHAIN_ROOT) if named else bytes(32)
     names = dict(span_hashes=hashes, chain_parent=parent)
     return Request(Key(name, attempt), tuple(token_ids), num_prompt, sampling, max_tokens, **names, **options)
 

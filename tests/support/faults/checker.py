@@ -2,8 +2,8 @@
 
 I-1 indices without gap or repeat            I-6 only what we killed died; no fault in a log that was not handled
 I-2 tokens of the undisturbed answer         I-7 the gateway's counters agree with the history
-I-3 one end a request                        I-8 canaries succeed afterwards (world.py)
-I-4 a status that the case allows, reasoned  I-9 no canary in logs, metrics, Redis
+I-3 one end a request                        I-8 probes are answered afterwards (world.py)
+I-4 a status that the case allows, reasoned  I-9 no secret text in logs, metrics, Redis
 I-5 the ledgers balance, and end at zero; so do all tables
 """
 
@@ -16,7 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families as parse
 from tests.support.faults.history import Ask
 from tests.support.faults.reference import Reference
 
-CANARY = "Xyzzy-plugh-canary"
+SECRET_TEXT = "Xyzzy-plugh-canary"
 # What the gateway calls the endings that a client sees.
 _OUTCOMES = {"OK": "ok", "CANCELLED": "cancelled"}
 _REFUSED = ("RESOURCE_EXHAUSTED", "INVALID_ARGUMENT", "ALREADY_EXISTS", "NOT_FOUND")
@@ -118,4 +118,4 @@ def _outcome(status: str) -> str:
 
 
 def check_privacy(texts: dict[str, str]) -> list[str]:
-    return [f"I-9 {where} shows what a client wrote" for where, text in texts.items() if CANARY in text]
+    return [f"I-9 {where} shows what a client wrote" for where, text in texts.items() if SECRET_TEXT in text]

@@ -5,7 +5,7 @@ import random
 from collections import Counter
 
 from baton.v1 import inference_pb2_grpc
-from tests.support.faults.checker import CANARY, check_history
+from tests.support.faults.checker import SECRET_TEXT, check_history
 from tests.support.faults.history import Ask, History
 from tests.support.faults.world import World
 
@@ -55,8 +55,9 @@ class Load:
         self._hit |= running
         return len(running)
 
-    async def canary(self) -> Ask:
-        ask = self.history.ask(self.stub, f"{CANARY} " * 10, max_tokens=4, timeout_s=60)
+    async def probe(self) -> Ask:
+        """Ask something small, and wait for its end."""
+        ask = self.history.ask(self.stub, f"{SECRET_TEXT} " * 10, max_tokens=4, timeout_s=60)
         await ask.task
         self._judge(ask)
         return ask

@@ -16,7 +16,14 @@ from urllib.request import urlopen
 import grpc
 
 from baton.v1 import inference_pb2_grpc
-from tests.support.faults.checker import CANARY, Counters, check_counters, check_history, check_privacy, check_tables
+from tests.support.faults.checker import (
+    SECRET_TEXT,
+    Counters,
+    check_counters,
+    check_history,
+    check_privacy,
+    check_tables,
+)
 from tests.support.faults.history import Ask, History
 from tests.support.faults.proxy import FaultProxy
 from tests.support.faults.reference import Reference
@@ -28,8 +35,8 @@ from tests.support.stack import SLOW_STEPS, Stack
 
 LEASE_S = 2.0  # a fraction of the default, as are the waits of the cases
 OPTIONS = ("--num-blocks", "96", "--threads", "1", "--lease-ttl-s", f"{LEASE_S:g}")
-NUM_CANARIES = 5
-_PATIENCE_S = patience(60.0)  # for what must come: a hang, if it does not
+NUM_PROBES = 5
+RECOVERY_TIMEOUT_S = patience(60.0)  # for what must come: a hang, if it does not
 _VOCAB = 1000
 
 
@@ -255,7 +262,7 @@ class Case:
         sampled = {"temperature": 0.9, "seed": 11}
         return [self.ask(num_prompt, max_tokens, **(sampled if index % 2 else {})) for index in range(count)]
 
-    async def ended(self, *asks: Ask, timeout_s: float = _PATIENCE_S) -> None:
+    async def ended(self, *asks: Ask, timeout_s: float = RECOVERY_TIMEOUT_S) -> None:
         """All that were asked, unless some are named."""
         tasks = [ask.task for ask in asks or self.history.asks]
         _, late = await asyncio.wait(tasks, timeout=timeout_s) if tasks else ((), ())
@@ -308,11 +315,11 @@ class Case:
     # ---- afterwards ----
 
     async def check(self) -> None:
-        """Heals, waits for every answer, asks canaries, and applies the invariants. Raises AssertionError."""
+        """Heals, waits for every answer, sends probes, and applies the invariants. Raises AssertionError."""
         await self.ended()
         faults = await self.world.aside(self.world.heal)
         disturbed = list(self.history.asks)
-        self.figures["canaries_s"] = round(await self._canaries(), 2)
+        self.figures["probes_s"] = round(await self._probe(), 2)
         await self._gateway_idle()
         await self.world.aside(self.world.settled)
         faults += check_history(disturbed, self.world.reference, self.allowed, not self.gateway_is_lost)
@@ -345,12 +352,14 @@ class Case:
         new = self.stack.complaints()[self.num_complaints :]
         return [line for line in new if not any(word in line for word in self.known_words)]
 
-    async def _canaries(self) -> float:
-        """Until five in a row are answered; seconds."""
+    async def _probe(self) -> float:
+        """Send requests until five in a row are answered; returns after how many seconds they were."""
         began, num_good, latest = time.monotonic(), 0, None
-        while num_good < NUM_CANARIES:
-            assert time.monotonic() - began < _PATIENCE_S, f"I-8 no recovery after {_PATIENCE_S:g} s: {latest.words()}"
-            latest = self.history.ask(self.stub, f"{CANARY} {num_good} " * 12, max_tokens=4, timeout_s=20)
+        while num_good < NUM_PROBES:
+            assert time.monotonic() - began < RECOVERY_TIMEOUT_S, (
+                f"I-8 no recovery after {RECOVERY_TIMEOUT_S:g} s: {latest.words()}"
+            )
+            latest = self.history.ask(self.stub, f"{SECRET_TEXT} {num_good} " * 12, max_tokens=4, timeout_s=20)
             await latest.task
             num_good = num_good + 1 if latest.status == "OK" else 0
             if latest.status != "OK":

@@ -34,7 +34,7 @@ class Found(NamedTuple):
     trace: str
 
 
-def run(
+def fuzz(
     fuzzer: Fuzzer, count: int, seed: int, ends_at: float = float("inf"), max_tries: int = MAX_TRIES
 ) -> tuple[Counter[str], Found | None]:
     """Plans until `count` of what is counted were seen, or time is up (time.monotonic()). `max_tries`: to make the

@@ -10,7 +10,7 @@ from tests.support.fuzz.real import Real
 from tests.support.fuzz.shrink import Plan
 from tests.support.fuzz.stacks import Stacks, stack_plan
 from tests.support.fuzz.toy import Toy
-from tests.support.fuzz.world import World
+from tests.support.fuzz.two_engines import TwoEngines
 from tests.support.models import make_model
 
 
@@ -22,7 +22,7 @@ def _on_a_stack(plan: Plan) -> Counter[str]:
 
 
 ALL = {
-    "toy": Fuzzer("toy", toy_plan, lambda plan: World(plan, Toy()).run()),
-    "real": Fuzzer("real", real_plan, lambda plan: World(plan, Real()).run()),
+    "toy": Fuzzer("toy", toy_plan, lambda plan: TwoEngines(plan, Toy()).run()),
+    "real": Fuzzer("real", real_plan, lambda plan: TwoEngines(plan, Real()).run()),
     "stack": Fuzzer("stack", stack_plan, _on_a_stack),
 }

@@ -27,7 +27,7 @@ from baton.engine.core.request import (
 from baton.engine.engine import Engine
 from kvtransfer.naming import SPAN_TOKENS, chain_hashes
 from tests.support.engine.handover import going_on
-from tests.support.engine.toy_engine import ROOT
+from tests.support.engine.toy_engine import CHAIN_ROOT
 from tests.support.fuzz.carrier import Lease
 
 MAX_REFUSALS = 1000  # then it is refused, as a gateway would
@@ -36,7 +36,7 @@ REFUSALS_HOLDING = 20  # then what it holds meanwhile is given back: two may wai
 Course = Generator[None, None, Any]
 
 
-class Refused(Exception):
+class NoRoom(Exception):
     """By its reason: no engine has room for it, for as long as its owner waits."""
 
 
@@ -105,8 +105,8 @@ class Journey:
         token_ids = (*self.asked.token_ids, *self.tokens.get(0, ()))
         names = {}
         if any(self.asked.chain_parent):
-            hashes = tuple(chain_hashes(ROOT, token_ids))
-            names = {"span_hashes": hashes, "chain_parent": hashes[-1] if hashes else ROOT}
+            hashes = tuple(chain_hashes(CHAIN_ROOT, token_ids))
+            names = {"span_hashes": hashes, "chain_parent": hashes[-1] if hashes else CHAIN_ROOT}
         key = Key(self.attempt.key.request_id, self.attempt.key.attempt + 1)
         self.past.append(self.attempt)
         self.attempt = Attempt(self, replace(self.asked, key=key, token_ids=token_ids, **names), course, at)
@@ -149,7 +149,7 @@ class Attempt:
     def go(self) -> None:
         try:
             next(self._course, None)
-        except Refused as refused:
+        except NoRoom as refused:
             if self.is_current:
                 self.journey.end(f"refused: {refused}")
         except LookupError:
@@ -301,9 +301,9 @@ class Attempt:
 
     def _fetch_by_wire(self, wires, taker, source, key, blocks, fetched, only) -> Course:
         total = min(only or len(self.request.token_ids), len(self.request.token_ids))
-        hashes = chain_hashes(ROOT, self.request.token_ids[:total])
+        hashes = chain_hashes(CHAIN_ROOT, self.request.token_ids[:total])
         task = wires.begin(
-            taker, source, self.key, key, blocks, hashes, hashes[-1] if hashes else ROOT, total, only or self.watermark,
+            taker, source, self.key, key, blocks, hashes, hashes[-1] if hashes else CHAIN_ROOT, total, only or self.watermark,
             fetched,
         )  # fmt: skip
         try:
@@ -331,7 +331,7 @@ class Attempt:
                 self.world.counts["refusals"] += 1
                 if refusal.reason == "too_long" or self.journey.num_refusals > MAX_REFUSALS:
                     self.stop()
-                    raise Refused(refusal.reason) from None
+                    raise NoRoom(refusal.reason) from None
                 if self.is_there and not self.journey.num_refusals % REFUSALS_HOLDING:
                     self.journey.move("whole", self.at)
             yield

@@ -12,8 +12,8 @@ from kvtransfer.memory.region import Region
 from tests.support.engine.collector import Collector
 from tests.support.fuzz.shrink import Plan
 from tests.support.fuzz.toy import request_of
+from tests.support.fuzz.two_engines import Answers, Whole
 from tests.support.fuzz.wires import Wires
-from tests.support.fuzz.world import Answers, Whole
 from tests.support.process import ROOT
 
 DEMO = ROOT / "demo"
@@ -22,7 +22,8 @@ _names = count()
 
 
 class Real:
-    """See Kind in world.py. An answer is that of one engine without speculation, asked alone, out of any cache."""
+    """See Kind in two_engines.py. An answer is that of one engine without speculation, asked alone, out of any
+    cache."""
 
     vocab_size = VOCAB
 

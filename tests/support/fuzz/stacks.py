@@ -52,7 +52,7 @@ WORDS = (
     "0 1 2 3 4 5",
     "lorem ipsum",
 )
-PATIENCE_S = patience(90.0)
+REQUEST_TIMEOUT_S = patience(90.0)
 MAX_TRIES = 4  # of requests refused because all workers are busy
 IDLE_S = 20.0
 NUM_HOLDING = 4  # of the holders of a block: quarantined, fetching, leased, running; then cached and free
@@ -207,7 +207,7 @@ class Run:
     async def _client(self, wishes) -> None:
         for wish in wishes:
             seen = Seen(wish)
-            await asyncio.wait_for(self._ask(seen), 2 * PATIENCE_S)
+            await asyncio.wait_for(self._ask(seen), 2 * REQUEST_TIMEOUT_S)
             self._seen.append(seen)
 
     async def _ask(self, seen: Seen) -> None:
@@ -232,7 +232,7 @@ class Run:
     async def _read(self, seen: Seen, stub) -> bool:
         """Return whether it continues behind what is here, after a line that was lost."""
         wish = seen.wish
-        call = stub.Generate(self._message(seen), timeout=PATIENCE_S)
+        call = stub.Generate(self._message(seen), timeout=REQUEST_TIMEOUT_S)
         cancel_after, resume_after = wish.get("cancel_after"), wish.get("resume_after") or None
         if cancel_after == 0:
             call.cancel()

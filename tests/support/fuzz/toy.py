@@ -13,11 +13,11 @@ from tests.support.engine.forced import ForcedProposer
 from tests.support.engine.late_launcher import LateLauncher
 from tests.support.engine.toy_engine import TOY_VOCAB, engine_request, toy_engine, toy_logits
 from tests.support.fuzz.shrink import Plan
-from tests.support.fuzz.world import Answers, Whole
+from tests.support.fuzz.two_engines import Answers, Whole
 
 
 class Toy:
-    """See Kind in world.py."""
+    """See Kind in two_engines.py."""
 
     vocab_size = TOY_VOCAB
 

@@ -15,7 +15,7 @@ from kvtransfer.layout import BlockRef
 from kvtransfer.transfer.leases import LeaseEnding
 
 TABLE = load_table()
-ROOT = b"r" * 32
+_CHAIN_ROOT = b"r" * 32
 LEASE_ID = b"lease" * 3 + b"x"
 
 
@@ -169,11 +169,11 @@ class LegMachineHarness:
             self.engine_ends(key, "cancelled")
 
 
-def make_spec(num_tokens: int = 3, *, budget_ms: int = 60_000, max_tokens: int = 8, **fields) -> pb.RequestSpec:
+def numbered_spec(num_tokens: int = 3, *, budget_ms: int = 60_000, max_tokens: int = 8, **fields) -> pb.RequestSpec:
     spec = pb.RequestSpec(
         token_ids=[1 + i % 900 for i in range(num_tokens)],
         num_prompt_tokens=num_tokens,
-        chain_parent=ROOT,
+        chain_parent=_CHAIN_ROOT,
         max_tokens=max_tokens,
         budget_ms=budget_ms,
         span_hashes=[bytes([i]) * 32 for i in range(num_tokens // 64)],

@@ -13,7 +13,7 @@ from baton.v1 import worker_pb2 as pb
 from baton.worker.legs.states import LegEvent, LegState
 from baton.worker.wire.end_status import Status
 from kvtransfer.transfer.fetcher import FetchReport
-from tests.support.worker.doubles import LEASE_ID, LegMachineHarness, make_spec
+from tests.support.worker.doubles import LEASE_ID, LegMachineHarness, numbered_spec
 
 KEY, OTHER = Key("one", 1), Key("one", 2)  # of two attempts at the same request
 REPORT = FetchReport(3, 12, 8, "shm", "exact", 0.1, 0.01, "because")
@@ -44,9 +44,9 @@ def attach(key: Key = OTHER, **fields) -> pb.Attach:
 
 _NAMED = pb.Key(request_id=KEY.request_id, attempt=KEY.attempt)
 _COMMANDS = {
-    LegEvent.ADMIT: {"admit": pb.Admit(key=_NAMED, spec=make_spec())},
-    LegEvent.PREFILL: {"prefill": pb.Prefill(key=_NAMED, spec=make_spec(), taker={"instance": b"taker"})},
-    LegEvent.PREFILL_HERE: {"prefill": pb.Prefill(key=_NAMED, spec=make_spec())},
+    LegEvent.ADMIT: {"admit": pb.Admit(key=_NAMED, spec=numbered_spec())},
+    LegEvent.PREFILL: {"prefill": pb.Prefill(key=_NAMED, spec=numbered_spec(), taker={"instance": b"taker"})},
+    LegEvent.PREFILL_HERE: {"prefill": pb.Prefill(key=_NAMED, spec=numbered_spec())},
     LegEvent.FETCH: {"fetch": pb.Fetch(key=_NAMED, handle=b"handle", ticket=b"ticket")},
     LegEvent.START: {"start": pb.Start(key=_NAMED, first_tokens=[pb.FirstToken(choice=0, token_id=7)])},
     LegEvent.OFFER: {"offer": pb.Offer(key=_NAMED, budget_ms=60_000, spans={"hashes": [b"h" * 32]})},
@@ -94,7 +94,7 @@ def make_happen(harness: LegMachineHarness, event: LegEvent) -> None:
             harness.machine.happen(leg, event, None)
 
 
-def run(check) -> None:
+def run_with_harness(check) -> None:
     harness = LegMachineHarness()
 
     async def main():

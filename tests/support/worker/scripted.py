@@ -22,11 +22,11 @@ from baton.worker.settings import WorkerSettings
 from kvtransfer.naming import chain_hashes
 from tests.support.worker.doubles import TABLE
 
-ROOT = hashlib.sha256(b"tests/worker").digest()
+_CHAIN_ROOT = hashlib.sha256(b"tests/worker").digest()
 BUDGET_MS = 30_000
 
 
-def run(main, timeout_s: float = 90):
+def run_bounded(main, timeout_s: float = 90):
     """The result of `main()`; a test that hangs fails instead."""
     return asyncio.run(asyncio.wait_for(main(), timeout_s))
 
@@ -40,12 +40,12 @@ class LegEnded(Exception):
 
 
 def make_spec(token_ids, *, max_tokens=8, budget_ms=BUDGET_MS, traceparent="", **sampling) -> pb.RequestSpec:
-    hashes = chain_hashes(ROOT, list(token_ids))
+    hashes = chain_hashes(_CHAIN_ROOT, list(token_ids))
     spec = pb.RequestSpec(
         token_ids=token_ids,
         num_prompt_tokens=len(token_ids),
         span_hashes=hashes,
-        chain_parent=hashes[-1] if hashes else ROOT,
+        chain_parent=hashes[-1] if hashes else _CHAIN_ROOT,
         max_tokens=max_tokens,
         budget_ms=budget_ms,
         traceparent=traceparent,

@@ -12,7 +12,7 @@ from tests.support.bare_engine import answer_alone
 from tests.support.kvtransfer.cuda_stand_in import Cudart, Host
 from tests.support.models import make_model
 from tests.support.worker import scripted
-from tests.support.worker.scripted import make_spec, run, run_pair, worker_prompt
+from tests.support.worker.scripted import make_spec, run_bounded, run_pair, worker_prompt
 from tests.support.worker.stand_in_pool import StandInPool
 
 
@@ -53,7 +53,7 @@ def test_split_equals_whole(model, pools, transports, caplog):
             assert crossed == [transports[0] != "cuda_ipc"] * 2, "a mirror is touched only by those who need it"
             return answer.token_ids, seeded.token_ids, again.token_ids
 
-    greedy, seeded, again = run(main)
+    greedy, seeded, again = run_bounded(main)
     assert greedy == again == answer_alone(model, worker_prompt(200), 12)
     assert seeded == answer_alone(model, worker_prompt(130, 2), 9, temperature=1.0, seed=7, n=3)
     (told,) = [record.getMessage() for record in caplog.records if "KV is pulled by" in record.getMessage()]
@@ -87,7 +87,7 @@ def test_a_mirror_that_is_bounded_holds_less_than_what_crossed(model, pools, tra
                 assert taken == pool.room.num_resident == 20 and pool.num_mirror_bytes == 20 * 4096
             return answers
 
-    assert run(main) == [answer_alone(model, worker_prompt(200, index), 4) for index in range(6)]
+    assert run_bounded(main) == [answer_alone(model, worker_prompt(200, index), 4) for index in range(6)]
 
 
 def test_other_block_sizes_meet_in_host_memory(model, pools):
@@ -100,4 +100,4 @@ def test_other_block_sizes_meet_in_host_memory(model, pools):
             await pair.decode.wait_idle()
             return answer.token_ids
 
-    assert run(main) == answer_alone(model, worker_prompt(300), 9)
+    assert run_bounded(main) == answer_alone(model, worker_prompt(300), 9)

@@ -5,7 +5,7 @@ import pytest
 from baton.service.settings import make_settings
 from baton.worker.settings import WorkerSettings
 from tests.support.models import make_model
-from tests.support.worker.scripted import Session, make_spec, run, run_pair, run_worker
+from tests.support.worker.scripted import Session, make_spec, run_bounded, run_pair, run_worker
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +55,7 @@ def test_endpoints_carry_what_takers_can_reach(model, tmp_path):
             assert (tmp_path / addresses["shm"]).is_socket()
             await session.close()
 
-    run(main)
+    run_bounded(main)
     assert not list(tmp_path.iterdir())
 
 
@@ -72,4 +72,4 @@ def test_two_workers_that_share_no_folder_take_the_network(model, tmp_path):
             await pair.prefill.wait_idle()
             await pair.decode.wait_idle()
 
-    run(main)
+    run_bounded(main)

@@ -8,7 +8,7 @@ from baton.engine.execute import watermark
 from baton.engine.execute.runner import Runner
 from tests.support.bare_engine import answer_alone
 from tests.support.models import make_model
-from tests.support.worker.scripted import Pair, Session, make_spec, run, run_pair, run_worker, worker_prompt
+from tests.support.worker.scripted import Pair, Session, make_spec, run_bounded, run_pair, run_worker, worker_prompt
 
 CHUNK_S = 0.2  # a chunk of a model that is worth splitting takes long; a busy machine needs the time to move the last
 LAYER_S = 0.1
@@ -56,7 +56,7 @@ def test_all_but_the_last_chunk_has_left(model, transport, slow_chunks):
             await pair.decode.wait_idle()
             return answer.token_ids
 
-    assert run(main) == answer_alone(model, worker_prompt(600), 3)
+    assert run_bounded(main) == answer_alone(model, worker_prompt(600), 3)
 
 
 def test_one_chunk_leaves_by_layers(model, slow_layers):
@@ -68,7 +68,7 @@ def test_one_chunk_leaves_by_layers(model, slow_layers):
             assert fetched.num_bytes_early >= fetched.num_bytes * (num_layers - 1) / num_layers > 0
             return answer.token_ids
 
-    assert run(main) == answer_alone(model, worker_prompt(200), 3)
+    assert run_bounded(main) == answer_alone(model, worker_prompt(200), 3)
 
 
 def test_the_cached_prefix_leaves_before_anything_is_computed(model, slow_chunks):
@@ -85,4 +85,4 @@ def test_the_cached_prefix_leaves_before_anything_is_computed(model, slow_chunks
             await session.wait_idle()
             await session.close()
 
-    run(main)
+    run_bounded(main)

@@ -15,7 +15,7 @@ from tests.support.kvtransfer.rig import free_ports
 from tests.support.models import make_model
 from tests.support.pace import patience
 from tests.support.worker.device_ranks import FOLDER, OPTIONS, stand_in_workers
-from tests.support.worker.scripted import LegEnded, Session, make_spec, run, run_pair, run_worker, worker_prompt
+from tests.support.worker.scripted import LegEnded, Session, make_spec, run_bounded, run_pair, run_worker, worker_prompt
 from tests.support.worker.sources import generate_with_sources, offered_prefix
 
 pytestmark = [
@@ -95,7 +95,7 @@ def test_split_equals_whole(model, gpus, engine, prefill, decode, transport):
             await idle(pair.prefill, pair.decode)
             return greedy.token_ids, seeded.token_ids
 
-    assert run(main) == (whole(engine, first, 5), whole(engine, second, 4, **SEEDED))
+    assert run_bounded(main) == (whole(engine, first, 5), whole(engine, second, 4, **SEEDED))
     assert not list((gpus / "sockets").iterdir()), "ranks have ended by themselves"
 
 
@@ -110,7 +110,7 @@ def test_each_rank_has_ports_of_its_own(model, gpus):
                 with pytest.raises(OSError, match="in use"):
                     socket.create_server(("127.0.0.1", port))
 
-    run(main)
+    run_bounded(main)
 
 
 def test_what_takers_may_ask_of_a_group(model, gpus, engine):
@@ -144,7 +144,7 @@ def test_what_takers_may_ask_of_a_group(model, gpus, engine):
             assert last.token_ids == whole(engine, worker_prompt(140, 30), 4)
             await idle(pair.prefill, pair.decode)
 
-    run(main)
+    run_bounded(main)
 
 
 async def take_twice(pair, spec) -> None:
@@ -194,5 +194,5 @@ def test_a_rank_that_is_lost_in_a_transfer(model, gpus, monkeypatch, prefill, de
                 while not reasons:
                     await asyncio.sleep(0.01)
 
-    run(main)
+    run_bounded(main)
     assert [reason.split(") ")[1] for reason in reasons] == ["was killed by signal 9"]

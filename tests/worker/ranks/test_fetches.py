@@ -16,7 +16,7 @@ from baton.worker.ranks.taker import RankTaker
 from kvtransfer.errors import DigestMismatch, PeerLost
 from kvtransfer.layout import BlockRef
 from kvtransfer.transfer.fetcher import FetchReport
-from tests.support.worker.scripted import run
+from tests.support.worker.scripted import run_bounded
 
 NUM_TOKENS = 192
 BLOCKS = [BlockRef(index, 7) for index in range(12)]
@@ -119,7 +119,7 @@ def test_what_all_ranks_have_is_verified(monkeypatch):
             assert (report.num_tokens, report.num_bytes, report.transport) == (NUM_TOKENS, 600, "shm+tcp")
             assert report.reason == "shm (why); tcp (why)"
 
-    run(main)
+    run_bounded(main)
 
 
 @pytest.mark.parametrize("how", ["cancelled", "failed there", "failed here", "its key has ended"])
@@ -149,7 +149,7 @@ def test_one_that_ends_early_ends_everywhere_first(monkeypatch, how):
             assert not any(each.num_running for each in pulling)
             assert not any(other._open for other in fetcher._others)
 
-    run(main)
+    run_bounded(main)
 
 
 def test_a_rank_that_is_gone(monkeypatch):
@@ -165,4 +165,4 @@ def test_a_rank_that_is_gone(monkeypatch):
                     await task
             assert not pulling[0].num_running and not pulling[1].num_running
 
-    run(main)
+    run_bounded(main)

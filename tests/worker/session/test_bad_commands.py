@@ -20,8 +20,8 @@ from kvtransfer.naming import chain_hashes
 from kvtransfer.transfer.fetcher import FetchReport
 from tests.support.engine.collector import Collector
 from tests.support.engine.handover import copy_kv
-from tests.support.engine.toy_engine import ROOT, TOY_VOCAB, engine_request, toy_answer, toy_engine, toy_prompt
-from tests.support.worker.doubles import LegMachineHarness, make_spec
+from tests.support.engine.toy_engine import CHAIN_ROOT, TOY_VOCAB, engine_request, toy_answer, toy_engine, toy_prompt
+from tests.support.worker.doubles import LegMachineHarness, numbered_spec
 
 NUM_TOKENS = 70
 FETCHED = FetchReport(NUM_TOKENS, 12, 8, "shm", "exact", 0.1, 0.01, "because")
@@ -71,7 +71,7 @@ INTEGERS = (
 
 def good_spec(seed: int = 1) -> pb.RequestSpec:
     token_ids = toy_prompt(NUM_TOKENS, seed)
-    hashes = chain_hashes(ROOT, token_ids)
+    hashes = chain_hashes(CHAIN_ROOT, token_ids)
     spec = pb.RequestSpec(
         token_ids=token_ids, num_prompt_tokens=NUM_TOKENS, span_hashes=hashes, chain_parent=hashes[-1], max_tokens=6,
         budget_ms=600_000,
@@ -230,20 +230,20 @@ async def test_the_name_of_a_key_that_goes_on_by_another_is_taken():
     """Its tokens still come by the engine's name, which no other key may have until then."""
     harness, key = LegMachineHarness(), Key("one", 1)
     first, second = key_to_proto(key), pb.Key(request_id="one", attempt=2)
-    harness.dispatch(admit=pb.Admit(key=first, spec=make_spec()))
+    harness.dispatch(admit=pb.Admit(key=first, spec=numbered_spec()))
     harness.dispatch(fetch=pb.Fetch(key=first))
     harness.intake.end(key, FETCHED)
     harness.dispatch(start=pb.Start(key=first, first_tokens=[pb.FirstToken(token_id=7)]))
     harness.dispatch(harness.other, attach=pb.Attach(key=second, next_index=[1], budget_ms=60_000))
     harness.engine.answer["admit"] = ValueError("in use")  # what an engine says
-    harness.dispatch(admit=pb.Admit(key=first, spec=make_spec()))
+    harness.dispatch(admit=pb.Admit(key=first, spec=numbered_spec()))
     assert harness.outbox.only("refused").reason == "in_use"
     harness.dispatcher.on_outputs([TokenRun(key, 0, 1, (8,))])
     assert harness.other.runs[-1] == TokenRun(Key("one", 2), 0, 1, (8,))
     harness.dispatcher.on_outputs([RequestEnded(key)])
     assert harness.other.only("ended").code == 0 and not harness.dispatcher.legs
     harness.engine.answer["admit"] = 0
-    harness.dispatch(admit=pb.Admit(key=first, spec=make_spec()))  # free again
+    harness.dispatch(admit=pb.Admit(key=first, spec=numbered_spec()))  # free again
     assert harness.leg(key).state is LegState.ADMITTED
 
 
@@ -251,7 +251,7 @@ async def test_a_token_that_cannot_be_told_ends_its_key_alone():
     harness = LegMachineHarness()
     keys = [Key(name) for name in ("bad", "good")]
     for key in keys:
-        harness.dispatch(prefill=pb.Prefill(key=key_to_proto(key), spec=make_spec()))
+        harness.dispatch(prefill=pb.Prefill(key=key_to_proto(key), spec=numbered_spec()))
     for key in keys:
         leg = harness.leg(key)
         leg.record = None if key.request_id == "bad" else _Record()

@@ -18,7 +18,7 @@ from tests.support.models import make_model
 from tests.support.pace import patience
 from tests.support.worker.doubles import LegMachineHarness
 from tests.support.worker.key_paths import bring_to
-from tests.support.worker.scripted import LegEnded, Pair, Session, make_spec, run, run_pair
+from tests.support.worker.scripted import LegEnded, Pair, Session, make_spec, run_bounded, run_pair
 from tests.worker.session.slow_answers import PROMPT, begin, decode_worker, spec_of, whole
 
 
@@ -46,7 +46,7 @@ def test_what_outlasts_the_grace_moves(model):
             assert have == expected.token_ids[0][: len(have)] and len(have) > 2
             await session.close()
 
-    run(main)
+    run_bounded(main)
 
 
 def slow_down(worker, seconds: float) -> None:
@@ -81,7 +81,7 @@ def test_what_ends_within_the_grace_ends_well(model):
             assert await draining == "prefill", "the first drain has set the next role"
             await session.close()
 
-    run(main)
+    run_bounded(main)
 
 
 def test_staying_away_may_be_asked_later_and_excludes_a_next_role(model, monkeypatch):
@@ -100,7 +100,7 @@ def test_staying_away_may_be_asked_later_and_excludes_a_next_role(model, monkeyp
             assert worker.stays_away
             await session.close()
 
-    run(main)
+    run_bounded(main)
 
 
 def test_an_idle_worker_says_that_it_drains_before_it_hangs_up(model):
@@ -117,7 +117,7 @@ def test_an_idle_worker_says_that_it_drains_before_it_hangs_up(model):
             assert session.loads[-1].state == "draining"
             await session.close()
 
-    run(main)
+    run_bounded(main)
 
 
 @pytest.mark.parametrize("stop_first", [False, True])
@@ -135,7 +135,7 @@ def test_what_keeps_it_running_is_told_what_follows(model, monkeypatch, capfd, s
             await session.close()
             await draining
 
-    run(main)
+    run_bounded(main)
     assert capfd.readouterr().out == f"draining next={'restart' if stop_first else 'prefill'}\n"
 
 
@@ -149,7 +149,7 @@ def test_it_is_told_of_a_worker_that_is_to_stay_away_after_all(model, monkeypatc
             await session.stub.Drain(pb.DrainRequest(stay_away=True))
             await session.close()
 
-    run(main)
+    run_bounded(main)
     assert capfd.readouterr().out == "draining next=restart\ndraining next=away\n"
 
 
@@ -169,7 +169,7 @@ def test_a_grace_that_was_too_long_can_be_shortened_and_never_lengthened(model):
             assert await draining == ""
             await session.close()
 
-    run(main)
+    run_bounded(main)
 
 
 def test_a_signal_ends_a_drain_by_the_workers_own_grace_and_without_a_next_role(model):
@@ -188,7 +188,7 @@ def test_a_signal_ends_a_drain_by_the_workers_own_grace_and_without_a_next_role(
             assert await draining == ""
             await session.close()
 
-    run(main)
+    run_bounded(main)
 
 
 @pytest.mark.parametrize("is_told", [True, False])
@@ -213,7 +213,7 @@ def test_a_signal_while_a_drained_worker_closes_brings_no_next_role(model, monke
             assert ended == 0 if is_told else ended.role == "prefill"
             await session.close()
 
-    run(main)
+    run_bounded(main)
 
 
 def test_a_drain_behind_a_signal_lengthens_nothing_and_brings_no_role(model):
@@ -234,7 +234,7 @@ def test_a_drain_behind_a_signal_lengthens_nothing_and_brings_no_role(model):
             assert await draining == ""
             await session.close()
 
-    run(main)
+    run_bounded(main)
 
 
 @pytest.mark.parametrize("request_, field", [
@@ -254,7 +254,7 @@ def test_what_cannot_be_asked(model, request_, field):
             assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT and field in caught.value.details()
             await session.close()
 
-    run(main)
+    run_bounded(main)
 
 
 async def test_a_sequence_that_nobody_reads_is_not_waited_for():
@@ -291,7 +291,7 @@ def test_a_prefill_worker_waits_for_its_leases(model, is_pulled):
             assert ended.reason == ("" if is_pulled else "LEASE_EXPIRED")
             await draining
 
-    run(main)
+    run_bounded(main)
 
 
 def told_to_go() -> asyncio.Event:

@@ -19,8 +19,8 @@ from baton.worker.legs.states import LegEvent, LegState
 from baton.worker.wire.end_status import Status
 from kvtransfer.transfer.leases import LeaseEnding
 from tests.support.engine.toy_engine import toy_engine
-from tests.support.worker.doubles import LegMachineHarness, OutboxDouble, make_spec
-from tests.support.worker.key_paths import DONE, KEY, OTHER, PATHS, attach, bring_to, make_happen, run
+from tests.support.worker.doubles import LegMachineHarness, OutboxDouble, numbered_spec
+from tests.support.worker.key_paths import DONE, KEY, OTHER, PATHS, attach, bring_to, make_happen, run_with_harness
 
 
 def test_a_draining_worker_refuses_what_is_new_and_ends_what_runs():
@@ -28,19 +28,19 @@ def test_a_draining_worker_refuses_what_is_new_and_ends_what_runs():
         make_happen(harness, LegEvent.ADMIT)
         harness.dispatcher.start_draining()
         other = pb.Key(request_id="other")
-        harness.dispatch(admit=pb.Admit(key=other, spec=make_spec()))
+        harness.dispatch(admit=pb.Admit(key=other, spec=numbered_spec()))
         assert harness.outbox.events[-1].refused.reason == "draining"
         make_happen(harness, LegEvent.PREFILL_HERE)
         assert harness.dispatcher.legs[KEY].state is LegState.RUNNING
 
-    run(check)
+    run_with_harness(check)
 
 
 @pytest.mark.parametrize("spec, names", [
-    (make_spec(0), "num_prompt_tokens"),
-    (make_spec(64, traceparent="x"), ""),
+    (numbered_spec(0), "num_prompt_tokens"),
+    (numbered_spec(64, traceparent="x"), ""),
     (pb.RequestSpec(token_ids=[5000], num_prompt_tokens=1, max_tokens=1, budget_ms=9), "token_ids"),
-    (make_spec(max_tokens=0), "max_tokens"),
+    (numbered_spec(max_tokens=0), "max_tokens"),
 ])  # fmt: skip
 def test_a_bad_command_ends_its_key_only(spec, names):
     def check(harness):
@@ -51,22 +51,24 @@ def test_a_bad_command_ends_its_key_only(spec, names):
         assert (ended.code, ended.reason) == (3, "BAD_COMMAND") and names in ended.message
         assert not harness.engine.calls and not harness.dispatcher.legs
 
-    run(check)
+    run_with_harness(check)
 
 
 def test_a_budget_that_is_used_up_costs_nothing():
     def check(harness):
-        harness.dispatch(admit=pb.Admit(key=pb.Key(request_id="late"), spec=make_spec(budget_ms=0)))
+        harness.dispatch(admit=pb.Admit(key=pb.Key(request_id="late"), spec=numbered_spec(budget_ms=0)))
         assert harness.outbox.only("ended").code == 4
         assert not harness.engine.calls
 
-    run(check)
+    run_with_harness(check)
 
 
 def test_a_grant_that_is_not_used_lapses():
     async def main():
         harness = LegMachineHarness()
-        harness.dispatch(admit=pb.Admit(key=pb.Key(request_id=KEY[0], attempt=KEY[1]), spec=make_spec(budget_ms=200)))
+        harness.dispatch(
+            admit=pb.Admit(key=pb.Key(request_id=KEY[0], attempt=KEY[1]), spec=numbered_spec(budget_ms=200))
+        )
         while not harness.engine.count("cancel"):
             await asyncio.sleep(0.005)
         harness.come_home(KEY)
@@ -90,21 +92,21 @@ def test_blocks_are_given_back_when_their_lease_is_over(state, event):
         harness.come_home(KEY)
         assert harness.outbox.only("ended").code and not harness.dispatcher.legs
 
-    run(check)
+    run_with_harness(check)
 
 
 def test_a_prompt_that_is_not_answered_is_granted_once_it_is_taken():
     """Its gateway lets the next in line ask; its end is not the first that it hears."""
 
     def check(harness):
-        spec = make_spec()
+        spec = numbered_spec()
         spec.pooling.SetInParent()
         key = pb.Key(request_id=KEY[0], attempt=KEY[1])
         harness.dispatch(prefill=pb.Prefill(key=key, spec=spec))
         assert harness.outbox.kinds() == ["granted"] and harness.outbox.only("granted").key == key
         assert harness.engine.count("submit") == 1
 
-    run(check)
+    run_with_harness(check)
 
 
 def test_a_prompt_whose_adapter_has_no_slot_is_refused_at_once(monkeypatch):
@@ -117,19 +119,19 @@ def test_a_prompt_whose_adapter_has_no_slot_is_refused_at_once(monkeypatch):
         engine = toy_engine()
         monkeypatch.setattr(engine.adapters, "find", find)
         monkeypatch.setattr(engine.adapters, "wait", lambda identity: pytest.fail("the event loop waits"))
-        harness, spec = LegMachineHarness(engine=engine), make_spec(adapter=bytes(32))
+        harness, spec = LegMachineHarness(engine=engine), numbered_spec(adapter=bytes(32))
         spec.pooling.SetInParent()
         harness.dispatch(prefill=pb.Prefill(key=pb.Key(request_id="r"), spec=spec))
         assert harness.outbox.only("refused").reason == "adapter_loading" and not harness.dispatcher.legs
 
-    run(check)
+    run_with_harness(check)
 
 
 def test_another_gateways_key_is_not_touched():
     def check(harness):
         make_happen(harness, LegEvent.ADMIT)
         stranger, key = OutboxDouble(), pb.Key(request_id=KEY[0], attempt=KEY[1])
-        harness.dispatch(stranger, admit=pb.Admit(key=key, spec=make_spec()))
+        harness.dispatch(stranger, admit=pb.Admit(key=key, spec=numbered_spec()))
         harness.dispatch(stranger, cancel=pb.Cancel(key=key))
         harness.dispatch(stranger, start=pb.Start(key=key))
         assert stranger.kinds() == ["refused"] and stranger.only("refused").reason == "in_use"
@@ -137,7 +139,7 @@ def test_another_gateways_key_is_not_touched():
         harness.dispatcher.on_stream_lost(stranger)
         assert harness.dispatcher.legs[KEY].state is LegState.ADMITTED
 
-    run(check)
+    run_with_harness(check)
 
 
 def test_a_cancelled_fetch_gives_its_blocks_up_before_it_is_stopped():
@@ -152,7 +154,7 @@ def test_a_cancelled_fetch_gives_its_blocks_up_before_it_is_stopped():
         harness.intake.end(KEY, Status(1, "CANCELLED"))
         assert harness.outbox.only("ended").code == 1
 
-    run(check)
+    run_with_harness(check)
 
 
 def test_the_engine_says_why_a_fetch_had_no_place():
@@ -165,7 +167,7 @@ def test_the_engine_says_why_a_fetch_had_no_place():
         harness.engine_ends(KEY, "deadline")
         assert harness.outbox.only("ended").code == 4
 
-    run(check)
+    run_with_harness(check)
 
 
 def test_start_after_the_engine_ended_it():
@@ -177,7 +179,7 @@ def test_start_after_the_engine_ended_it():
         harness.engine_ends(KEY, "deadline")
         assert harness.outbox.only("ended").code == 4
 
-    run(check)
+    run_with_harness(check)
 
 
 def test_a_failed_offer_gives_the_blocks_back():
@@ -191,7 +193,7 @@ def test_a_failed_offer_gives_the_blocks_back():
         harness.engine_ends(KEY, "cancelled")
         assert harness.outbox.only("ended").code == 3
 
-    run(check)
+    run_with_harness(check)
 
 
 def test_not_here_is_the_whole_answer():
@@ -203,7 +205,7 @@ def test_not_here_is_the_whole_answer():
         harness.engine_ends(Key("chain"), "cancelled")
         assert harness.outbox.only("not_here").num_matched_tokens == 64 and harness.outbox.kinds() == ["not_here"]
 
-    run(check)
+    run_with_harness(check)
 
 
 def test_done_goes_out_before_the_tokens_and_ended_after_them():
@@ -218,7 +220,7 @@ def test_done_goes_out_before_the_tokens_and_ended_after_them():
         assert (decode.waits.place_s, decode.waits.block_s) == (0.02, 0.01)
         assert harness.ended[0].num_output_tokens == 3
 
-    run(check)
+    run_with_harness(check)
 
 
 def test_tokens_of_a_step_that_was_under_way_are_not_lost():
@@ -232,7 +234,7 @@ def test_tokens_of_a_step_that_was_under_way_are_not_lost():
         assert runs == [(OTHER, 1, (5, 6)), (OTHER, 3, (8,))]
         assert harness.other.only("ended").code == 0 and not harness.dispatcher.legs
 
-    run(check)
+    run_with_harness(check)
 
 
 def test_a_sequence_that_had_ended_is_read_to_its_end():
@@ -247,7 +249,7 @@ def test_a_sequence_that_had_ended_is_read_to_its_end():
         assert harness.other.only("ended").code == 0
         assert not harness.engine.count("resume") and not harness.dispatcher.legs
 
-    run(check)
+    run_with_harness(check)
 
 
 @pytest.mark.parametrize("fields", [
@@ -264,7 +266,7 @@ def test_only_the_same_request_is_gone_on_with(fields):
         assert harness.other.kinds() == ["not_here"]
         assert harness.leg(KEY).state is LegState.ORPHANED
 
-    run(check)
+    run_with_harness(check)
 
 
 def test_nobody_comes():
@@ -285,7 +287,7 @@ def test_a_prompt_that_is_still_read_here_is_not_parked():
         make_happen(harness, LegEvent.STREAM_LOST)
         assert harness.leg(KEY).state is LegState.ENDING and not harness.engine.count("park")
 
-    run(check)
+    run_with_harness(check)
 
 
 def test_a_parked_sequence_meets_the_deadline_of_who_attached():
@@ -311,7 +313,7 @@ def test_what_a_leg_waited_for_is_forgotten_when_it_waits_for_something_else(eve
         make_happen(harness, event)
         assert before.cancelled() and not harness.leg(KEY).timer.cancelled()
 
-    run(check)
+    run_with_harness(check)
 
 
 def test_a_key_that_cannot_be_given_back_takes_none_along(caplog):
@@ -321,7 +323,7 @@ def test_a_key_that_cannot_be_given_back_takes_none_along(caplog):
         other = Key("other", 1)
         for key in (KEY, other):
             name = pb.Key(request_id=key.request_id, attempt=key.attempt)
-            harness.dispatch(admit=pb.Admit(key=name, spec=make_spec(), prefill=True))
+            harness.dispatch(admit=pb.Admit(key=name, spec=numbered_spec(), prefill=True))
             harness.dispatcher.on_outputs([replace(DONE, key=key)])
         harness.engine.answer["cancel"] = RuntimeError("a block that nobody holds")
         harness.leg(KEY).record = None  # its tokens find no place
@@ -333,4 +335,4 @@ def test_a_key_that_cannot_be_given_back_takes_none_along(caplog):
         assert harness.outbox.only("ended").key.request_id == KEY.request_id
         harness.come_home(other)
 
-    run(check)
+    run_with_harness(check)

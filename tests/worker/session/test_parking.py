@@ -7,7 +7,7 @@ import pytest
 from baton.v1 import worker_pb2 as pb
 from tests.support.models import make_model
 from tests.support.pace import patience
-from tests.support.worker.scripted import Answer, Pair, Session, run
+from tests.support.worker.scripted import Answer, Pair, Session, run_bounded
 from tests.worker.session.slow_answers import SAMPLINGS, begin, decode_worker, spec_of, whole
 
 
@@ -45,7 +45,7 @@ def test_attach_goes_on(model, sampling, is_same_gateway):
             for session in (first, second):
                 await session.close()
 
-    run(main)
+    run_bounded(main)
 
 
 def test_another_gateway_reads_from_the_first_token(model):
@@ -63,7 +63,7 @@ def test_another_gateway_reads_from_the_first_token(model):
             assert answer.token_ids == expected.token_ids
             await second.close()
 
-    run(main)
+    run_bounded(main)
 
 
 def test_a_lost_stream_stops_the_work_and_frees_the_blocks(model):
@@ -81,7 +81,7 @@ def test_a_lost_stream_stops_the_work_and_frees_the_blocks(model):
             assert isinstance(await attach(second, "broken", [1], fingerprint=b"another"), pb.NotHere)
             await second.close()
 
-    run(main)
+    run_bounded(main)
 
 
 def test_a_gateway_that_comes_again_leaves_nothing_in_the_session_before(model):
@@ -100,7 +100,7 @@ def test_a_gateway_that_comes_again_leaves_nothing_in_the_session_before(model):
             for session in (first, second):
                 await session.close()
 
-    run(main)
+    run_bounded(main)
 
 
 def test_the_window_passes(model):
@@ -116,7 +116,7 @@ def test_the_window_passes(model):
             assert isinstance(await attach(second, "broken", [1]), pb.NotHere)
             await second.close()
 
-    run(main)
+    run_bounded(main)
 
 
 def test_unread_tokens_park_one_sequence_only(model):
@@ -151,4 +151,4 @@ def test_unread_tokens_park_one_sequence_only(model):
             for session in (slow, quick):
                 await session.close()
 
-    run(main)
+    run_bounded(main)

@@ -17,7 +17,7 @@ from baton.worker.session.endings import ignore, refuse_in_use
 from baton.worker.session.leg_machine import LegTransition
 from baton.worker.session.table import join_tables
 from decode_worker.parking import attach as attach_action
-from tests.support.worker.doubles import TABLE, LegMachineHarness, make_spec
+from tests.support.worker.doubles import TABLE, LegMachineHarness, numbered_spec
 from tests.support.worker.key_paths import KEY, OTHER, PATHS, make_happen
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -150,14 +150,14 @@ def _let_with(harness: LegMachineHarness, event: LegEvent, is_gone: bool) -> Non
         harness.engine.answer["offer"] = Acceptance((), 0)
     key = pb.Key(request_id=KEY.request_id, attempt=KEY.attempt)
     if event is LegEvent.ADMIT:
-        harness.dispatch(admit=pb.Admit(key=key, spec=make_spec(), prefill=True))
+        harness.dispatch(admit=pb.Admit(key=key, spec=numbered_spec(), prefill=True))
     elif is_gone and event is LegEvent.ENGINE_ENDED:
         harness.engine_ends(KEY, "failed")
     elif is_gone and event is LegEvent.TOKENS:
         make_happen(harness, LegEvent.UNREAD)
     elif is_gone and event is LegEvent.PREFILL:
         harness.intake.begin_prefix = lambda *args: False
-        message = pb.Prefill(key=key, spec=make_spec())
+        message = pb.Prefill(key=key, spec=numbered_spec())
         message.taker.instance = b"taker"
         message.sources.add(handle=b"handle", ticket=b"ticket")
         harness.dispatch(prefill=message)

@@ -9,7 +9,7 @@ import pytest
 from baton import tasks
 from tests.support.killing import Killed, kill, our_tasks, waits_for_children
 from tests.support.models import make_model
-from tests.support.worker.scripted import Pair, Session, make_spec, run, run_worker
+from tests.support.worker.scripted import Pair, Session, make_spec, run_bounded, run_worker
 
 SUPERVISED = {
     "loads", "index events", "ledger watch", "registration", "KV accepting", "lease reaper", "http date",
@@ -58,7 +58,7 @@ def test_every_task_is_in_the_table(model):
                     assert not is_supervised or waits_for_children(task) == (kind in GROUPS), kind
             await session.close()
 
-    run(main)
+    run_bounded(main)
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
@@ -82,4 +82,4 @@ def test_one_that_is_killed_is_there_again(model, kind, end, monkeypatch):
                     await asyncio.sleep(0.01)
                 await session.close()
 
-    run(main)
+    run_bounded(main)

@@ -70,7 +70,7 @@ class Turnstile:
         self._lock.release()
 
 
-class World:
+class TwoEngines:
     """Obeys one plan; raises AssertionError, or whatever a fault raises."""
 
     def __init__(self, plan: Plan, kind: Kind):

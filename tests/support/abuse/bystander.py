@@ -20,8 +20,9 @@ _FRESH = (("grpc.use_local_subchannel_pool", 1),)  # a connection of its own
 _LONG = "The quick brown fox jumps over the lazy dog. " * 48  # over 2,048 characters: read in a thread
 
 
-class Canary:
-    """`async with`: sings until the block is left. `faults`: what it was refused, or not answered in time."""
+class Bystander:
+    """`async with`: asks, round by round, until the block is left. `faults`: what it was refused, or not answered in
+    time."""
 
     def __init__(self, target: str, fleet: str, pages: list[str], tenant: Access, operator: Access, deadline_s: float):
         self._target, self._fleet, self._pages = target, fleet, pages
@@ -31,28 +32,28 @@ class Canary:
         self.faults: list[str] = []
         self.times_s: dict[str, list[float]] = defaultdict(list)
 
-    async def __aenter__(self) -> "Canary":
+    async def __aenter__(self) -> "Bystander":
         self._exits = contextlib.AsyncExitStack()
         self._standing = await self._exits.enter_async_context(self._tenant.channel(self._target, _FRESH))
         self._fleet_channel = await self._exits.enter_async_context(self._operator.channel(self._fleet, _FRESH))
-        self._singing = asyncio.create_task(self._sing())
-        await self._sung(1)
+        self._asking = asyncio.create_task(self._ask_rounds())
+        await self._wait_for_round(1)
         return self
 
     async def __aexit__(self, *exc) -> None:
-        self._singing.cancel()
-        await asyncio.gather(self._singing, return_exceptions=True)
+        self._asking.cancel()
+        await asyncio.gather(self._asking, return_exceptions=True)
         await self._exits.aclose()
 
     async def rounds(self, count: int) -> None:
         """Wait for `count` rounds that begin from now on."""
-        await self._sung(self.num_rounds + count + 1)
+        await self._wait_for_round(self.num_rounds + count + 1)
 
-    async def _sung(self, num_rounds: int) -> None:
+    async def _wait_for_round(self, num_rounds: int) -> None:
         async with self._tick:
-            await self._tick.wait_for(lambda: self.num_rounds >= num_rounds or self._singing.done())
-        if self._singing.done():
-            self._singing.result()
+            await self._tick.wait_for(lambda: self.num_rounds >= num_rounds or self._asking.done())
+        if self._asking.done():
+            self._asking.result()
 
     def worst(self, part: str) -> float:
         return max(self.times_s[part], default=0.0)
@@ -60,7 +61,7 @@ class Canary:
     def median(self, part: str) -> float:
         return statistics.median(self.times_s[part])
 
-    async def _sing(self) -> None:
+    async def _ask_rounds(self) -> None:
         while True:
             await self._timed(GENERATES[0], self._generate(self._standing, "Hello"))
             await self._timed(GENERATES[1], self._anew(self._target, lambda new: self._generate(new, _LONG)))

@@ -17,7 +17,7 @@ from baton.service.security.credentials import new_key
 from baton.service.security.tls import WORKER_NAME
 from baton.v1 import worker_pb2, worker_pb2_grpc
 from kvtransfer.transports.socket_folder import default_parent, socket_path
-from tests.support.abuse.canary import GENERATES, Canary
+from tests.support.abuse.bystander import GENERATES, Bystander
 from tests.support.abuse.catalogue import FLOOD_TENANT, GRPC, HTTPS, QUIET_TENANT, Caller, Cell, Port
 from tests.support.abuse.levels import levels, stayed
 from tests.support.fork_server.processes import ForkServer
@@ -31,17 +31,17 @@ GATEWAY_OPTIONS = (
     "--fleet-listen", "127.0.0.1:0", "--http", "127.0.0.1:0",
 )  # fmt: skip
 WORKER_OPTIONS = ("--num-blocks", "160", "--threads", "1", "--reflection")
-DESCRIPTORS = 256  # that processes may have until they ask for more, as of many shells 1,024
+DESCRIPTOR_LIMIT = 256  # that processes may have until they ask for more, as of many shells 1,024
 LARGE = 10_000  # calls
-# Of every call of the canary: what is lost, not what is slow on a busy machine. To refuse a call takes the gateway up
-# to a millisecond, and calls are taken in the order in which they come.
+# Of every call of the bystander: what is lost, not what is slow on a busy machine. To refuse a call takes the gateway
+# up to a millisecond, and calls are taken in the order in which they come.
 DEADLINE_S, LARGE_DEADLINE_S = 30.0, 60.0
 MEMORY_MIB, LARGE_MEMORY_MIB = 24, 128  # that may stay: allocators keep some of what they had
 BACK_S, RECOVERY_S = 8.0, 60.0
-_PATIENCE_S = 600.0  # for an attacker
+ATTACKER_TIMEOUT_S = 600.0  # for an attacker
 
 
-class Ground:
+class AttackedStack:
     """`with`: the stack runs. `kv`: the transport that its KV takes; doors of the others are open all the same."""
 
     def __init__(self, model: Path, folder: Path, kv: str, fork_server: ForkServer):
@@ -61,9 +61,9 @@ class Ground:
             gateway_options=[str(word) for word in gateway], fork_server=fork_server,
         )  # fmt: skip
         self.endpoints: dict[str, str] = {}
-        self.alone_s: dict[str, float] = {}  # the canary's times without an attack
+        self.alone_s: dict[str, float] = {}  # the bystander's times without an attack
 
-    def __enter__(self) -> "Ground":
+    def __enter__(self) -> "AttackedStack":
         with few_descriptors():
             self.stack.__enter__()
         try:
@@ -78,20 +78,20 @@ class Ground:
         self.stack.stop()
 
     async def warm(self) -> None:
-        """The canary alone: what is allocated once is there, and how long each of its calls takes is known."""
-        async with self.canary() as canary:
-            await canary.rounds(10)
-            canary.times_s.clear()
-            await canary.rounds(20)
-        assert not canary.faults, canary.faults
-        self.alone_s = {part: canary.median(part) for part in canary.times_s}
+        """Let the bystander ask alone: what is allocated once is there, and how long its calls take is known."""
+        async with self.bystander() as bystander:
+            await bystander.rounds(10)
+            bystander.times_s.clear()
+            await bystander.rounds(20)
+        assert not bystander.faults, bystander.faults
+        self.alone_s = {part: bystander.median(part) for part in bystander.times_s}
 
     async def recovered(self) -> None:
-        """Waits until the canary has a whole round without a fault."""
-        async with asyncio.timeout(RECOVERY_S), self.canary() as canary:
-            while canary.faults:
-                canary.faults.clear()
-                await canary.rounds(1)
+        """Wait until the bystander has a whole round without a fault."""
+        async with asyncio.timeout(RECOVERY_S), self.bystander() as bystander:
+            while bystander.faults:
+                bystander.faults.clear()
+                await bystander.rounds(1)
 
     def process(self, name: str) -> Process:
         return next(process for process in self.stack.processes if process.name == name)
@@ -100,11 +100,11 @@ class Ground:
         shown = (self.certs / f"{role}.crt", self.certs / f"{role}.key") if role else (None, None)
         return Access(self.certs / "ca.crt", *shown, self.certs / key if key else None)
 
-    def canary(self, deadline_s: float = DEADLINE_S) -> Canary:
+    def bystander(self, deadline_s: float = DEADLINE_S) -> Bystander:
         gateway = self.process("gateway0").ready()
         pages = [process.ready()["admin"] for process in self.stack.processes]
         tenant, operator = self.access(key="api-key"), self.access("operator")
-        return Canary(gateway["grpc"], gateway["fleet"], pages, tenant, operator, deadline_s)
+        return Bystander(gateway["grpc"], gateway["fleet"], pages, tenant, operator, deadline_s)
 
     def address(self, port: Port) -> str:
         """host:port, or the path of a socket."""
@@ -140,7 +140,7 @@ class Ground:
 
 
 class Attackers:
-    """`count` processes, each from an address of its own, none of which is the canary's."""
+    """`count` processes, each from an address of its own, none of which is the bystander's."""
 
     def __init__(self, count: int):
         self._count = count
@@ -159,10 +159,10 @@ class Attackers:
                 process.kill()
             await process.wait()
 
-    async def hold(self, ground: Ground, cell: Cell, count: int) -> None:
+    async def hold(self, target: AttackedStack, cell: Cell, count: int) -> None:
         """Until everything is sent."""
         for index, process in enumerate(self._processes):
-            order = ground.order(cell, count // self._count, f"127.0.0.{2 + index}")
+            order = target.order(cell, count // self._count, f"127.0.0.{2 + index}")
             process.stdin.write(json.dumps(order).encode() + b"\n")
         for process in self._processes:
             await self._said(process, "held")
@@ -177,7 +177,7 @@ class Attackers:
         return outcomes
 
     async def _said(self, process: asyncio.subprocess.Process, what: str) -> dict:
-        async with asyncio.timeout(_PATIENCE_S):
+        async with asyncio.timeout(ATTACKER_TIMEOUT_S):
             said = json.loads(await process.stdout.readline() or "{}")
         assert what in said, f"an attacker ended with {process.returncode}"
         return said
@@ -187,7 +187,7 @@ class Attackers:
 def few_descriptors() -> Iterator[None]:
     """Processes that are started meanwhile may have DESCRIPTORS, as long as they do not ask for more."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (min(DESCRIPTORS, soft), hard))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(DESCRIPTOR_LIMIT, soft), hard))
     try:
         yield
     finally:
@@ -195,7 +195,7 @@ def few_descriptors() -> Iterator[None]:
 
 
 @dataclass(frozen=True)
-class Seen:
+class AbuseResult:
     """Results of one cell. `ratio`: the tenant's worst time over its time alone, of that of its calls (`part`) where it
     is the largest."""
 
@@ -211,28 +211,29 @@ class Seen:
         return names | {"ratio": round(self.ratio, 1), "mib": round(self.mib, 1)}
 
 
-async def attacked(ground: Ground, attackers: Attackers, cell: Cell, count: int) -> Seen:
-    """The canary sings all along, and at least twice while the attack is at its height. What fails is tried once more:
-    what locks out does so again and what leaks leaks again, while an allocator keeps memory that it needed once, and a
-    machine that was frozen for seconds ended sessions by itself. No process is ever gone, and none logs a fault."""
-    num_complaints = len(ground.stack.complaints())
-    seen = await _attacked(ground, attackers, cell, count)
+async def attacked(target: AttackedStack, attackers: Attackers, cell: Cell, count: int) -> AbuseResult:
+    """Attack while the bystander asks all along, and at least twice while the attack is at its height. What fails is
+    tried once more: what locks out does so again and what leaks leaks again, while an allocator keeps memory that it
+    needed once, and a machine that was frozen for seconds ended sessions by itself. No process is ever gone, and none
+    logs a fault."""
+    num_complaints = len(target.stack.complaints())
+    seen = await _attacked(target, attackers, cell, count)
     if seen.faults:
-        await ground.recovered()
-        seen = await _attacked(ground, attackers, cell, count)
-    gone = [f"{process.name} is gone" for process in ground.stack.processes if not process.alive]
-    return replace(seen, faults=[*seen.faults, *gone, *ground.stack.complaints()[num_complaints:]])
+        await target.recovered()
+        seen = await _attacked(target, attackers, cell, count)
+    gone = [f"{process.name} is gone" for process in target.stack.processes if not process.alive]
+    return replace(seen, faults=[*seen.faults, *gone, *target.stack.complaints()[num_complaints:]])
 
 
-async def _attacked(ground: Ground, attackers: Attackers, cell: Cell, count: int) -> Seen:
-    processes, is_large = ground.stack.processes, count > LARGE // 2
+async def _attacked(target: AttackedStack, attackers: Attackers, cell: Cell, count: int) -> AbuseResult:
+    processes, is_large = target.stack.processes, count > LARGE // 2
     tolerance_mib, deadline_s = (LARGE_MEMORY_MIB, LARGE_DEADLINE_S) if is_large else (MEMORY_MIB, DEADLINE_S)
-    async with ground.canary(deadline_s) as canary:
+    async with target.bystander(deadline_s) as bystander:
         before = await asyncio.to_thread(levels, processes)
-        await attackers.hold(ground, cell, count)
-        await canary.rounds(2)
+        await attackers.hold(target, cell, count)
+        await bystander.rounds(2)
         outcomes = await attackers.let_go()
-        await canary.rounds(1)
+        await bystander.rounds(1)
         left = await asyncio.to_thread(stayed, processes, before, tolerance_mib, BACK_S)
-    ratio, part = max((canary.worst(part) / ground.alone_s[part], part) for part in GENERATES)
-    return Seen(cell, part, ratio, left.mib, [*canary.faults, *left.faults], outcomes)
+    ratio, part = max((bystander.worst(part) / target.alone_s[part], part) for part in GENERATES)
+    return AbuseResult(cell, part, ratio, left.mib, [*bystander.faults, *left.faults], outcomes)
