@@ -30,7 +30,7 @@ from tests.support.client import make_request
 from tests.support.launch.launchers import until
 from tests.support.launch.ray_cluster import RayCluster, up_argv
 from tests.support.process import Process
-from tests.support.security.installation import Installation, install
+from tests.support.security.installation import API_KEY, Installation, install
 
 ROOT = Path(__file__).resolve().parents[1]
 MODEL = ROOT / "demo" / "target"
@@ -72,7 +72,7 @@ class Running(NamedTuple):
         return RemoteLauncher(self.ready["control"], self.made.access("operator"))
 
     def client(self) -> client.AsyncClient:
-        access = self.made.access(with_key=True).for_client() | {"tls_server_name": GATEWAY_NAME}
+        access = self.made.access(key=API_KEY).for_client() | {"tls_server_name": GATEWAY_NAME}
         return client.AsyncClient(self.ready["grpc"], **access)
 
     def cpu_s(self) -> float:

@@ -19,8 +19,8 @@ from baton.service.observe import telemetry
 from baton.service.settings import flat_fields
 from baton.worker.settings import WorkerSettings
 from gateway.config.settings import GatewaySettings
+from tests.support.process import ROOT
 
-ROOT = Path(__file__).resolve().parents[1]
 COMPOSE = yaml.safe_load((ROOT / "compose.yaml").read_text())
 DOCKERFILE = (ROOT / "deploy" / "Dockerfile").read_text()
 SERVICES = COMPOSE["services"]

@@ -5,7 +5,6 @@ import contextlib
 import re
 import shutil
 import subprocess
-from pathlib import Path
 
 import pytest
 import redis
@@ -19,9 +18,8 @@ from gateway.queue.quota_file import Quota
 from gateway.queue.quota_sync import SharedUsage
 from gateway.queue.quotas import Quotas
 from tests.support.gateway.redis_index import SPANS, WORKER, finds, index, snapshot
+from tests.support.process import ROOT
 from tests.support.redis_server import ComposeRedis, RedisServer
-
-ROOT = Path(__file__).resolve().parents[1]
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[1]
+from tests.support.process import ROOT
+
 BUF = ROOT / ".ci" / "node" / "node_modules" / ".bin" / "buf"
 RELEASED = ROOT / "protos" / "contract.binpb"
 

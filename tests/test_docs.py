@@ -12,11 +12,10 @@ from gateway.orchestration.states import RequestEvent
 from gateway.orchestration.timeouts import TIMEOUTS
 from gateway.orchestration.transitions import TABLE as GATEWAY_TABLE
 from gateway.request.request_state import RequestState
+from tests.support.process import ROOT
 from tests.support.source_tree import folder_map
 from tests.support.state_table import state_table_markdown, timeout_table_markdown
 from tests.support.worker.doubles import TABLE as WORKER_TABLE
-
-ROOT = Path(__file__).resolve().parents[1]
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[1]
+from tests.support.process import ROOT
+
 ROOMS = ("baton", "gateway", "kvtransfer", "prefill_worker", "decode_worker", "protos")
 CODE = (".py", ".proto", ".cpp", ".h")
 GENERATED = ("_pb2.py", "_pb2_grpc.py")

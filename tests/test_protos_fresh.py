@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[1]
+from tests.support.process import ROOT
+
 GENERATOR = ROOT / ".venv-protoc" / "bin" / "python"  # made by `make test`: it needs an older protobuf than we do
 OPTIONS = ("--python_out", "--pyi_out", "--grpc_python_out")
 

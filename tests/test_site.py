@@ -20,8 +20,8 @@ from baton.service.settings import flat_fields, make_parser
 from baton.v1 import fleet_pb2, inference_pb2, kv_pb2, worker_pb2
 from baton.worker.settings import WorkerSettings
 from gateway.config.settings import GatewaySettings
+from tests.support.process import ROOT
 
-ROOT = Path(__file__).resolve().parents[1]
 _SOURCES = [path for top in ("gateway", "baton/service", "baton/worker") for path in (ROOT / top).rglob("*.py")]
 _ASSIGNED = re.compile(r"\breason\b|_KV_ERRORS")
 _REASON = re.compile(r"[A-Z]+(_[A-Z]+)*")

@@ -3,11 +3,11 @@
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.support.process import ROOT
+
 BENCHES = sorted(path for path in (ROOT / "bench").glob("*.py") if path.name != "__init__.py")
 BY_PATH = "if not __package__:  # started by its path\n    from lib.as_module import run\n\n    run()\n"
 

@@ -1,13 +1,11 @@
 """docs/benchmarks.md is what the recorded runs say."""
 
 import json
-from pathlib import Path
 
 import pytest
 
 from bench import pages
-
-ROOT = Path(__file__).resolve().parents[2]
+from tests.support.process import ROOT
 
 
 def test_the_page_is_fresh():

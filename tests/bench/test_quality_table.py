@@ -2,11 +2,10 @@
 
 import json
 import re
-from pathlib import Path
 
 from bench.lib.tables.quality import table
+from tests.support.process import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "quantization.md"
 
 

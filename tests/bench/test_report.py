@@ -12,8 +12,7 @@ import pytest
 from baton.engine.core import cpu
 from baton.engine.native.tier import TIERS
 from bench.lib import report
-
-ROOT = Path(__file__).resolve().parents[2]
+from tests.support.process import ROOT
 
 
 @pytest.mark.parametrize(

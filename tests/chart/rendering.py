@@ -11,7 +11,8 @@ from typing import Any
 
 import yaml
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.support.process import ROOT
+
 CHART = ROOT / "deploy" / "helm"
 CASES = sorted((Path(__file__).parent / "values").glob("*.yaml"))
 RELEASE, NAMESPACE = "rel", "llm"

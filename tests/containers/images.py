@@ -8,8 +8,8 @@ import tarfile
 from pathlib import Path
 
 from tests.containers.engine import Engine
+from tests.support.process import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 BASE = "baton-test/python:3.11"  # in place of the one that deploy/Dockerfile names by its digest
 MIRROR = "http://deb.debian.org"
 SOURCES = f"""deb {MIRROR}/debian bookworm main

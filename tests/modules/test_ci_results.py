@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.support.process import ROOT
+
 spec = importlib.util.spec_from_file_location("ci_results", ROOT / ".ci" / "results.py")
 ci_results = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(ci_results)

@@ -16,9 +16,9 @@ from baton.planning.devices import GPUS, Device
 from baton.planning.memory import held_weights, linear_shapes, plan_memory
 from kvtransfer.layout import KVLayout
 from tests.support.native.ranked import collectives_of
+from tests.support.process import ROOT
 
 MODEL = Path(__file__).resolve().parents[2] / "demo" / "target"
-ROOT = Path(__file__).resolve().parents[2]
 SHAPES = ROOT / "baton" / "planning" / "shapes"
 CPU = Device("test", "cpu", 8 << 30, 1e10, {"bf16": 1e11}, 1e9, 2)
 

@@ -2,7 +2,6 @@
 
 import os
 import shutil
-import signal
 import socket
 import subprocess
 import time
@@ -70,10 +69,10 @@ class RedisServer:
         self._process.kill()
 
     def freeze(self) -> None:
-        os.kill(self._process.pid, signal.SIGSTOP)
+        self._process.freeze()
 
     def thaw(self) -> None:
-        os.kill(self._process.pid, signal.SIGCONT)
+        self._process.thaw()
 
 
 class ComposeRedis(RedisServer):

@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from tests.support.model_folders import quantized_folders
-
-ROOT = Path(__file__).resolve().parents[2]
+from tests.support.process import ROOT
 
 
 def unknown_method(folder: Path) -> Path:

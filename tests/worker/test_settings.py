@@ -26,8 +26,8 @@ from baton.worker.settings import WorkerSettings
 from gateway.attempts import kv_fetch
 from gateway.config.settings import GatewaySettings
 from kvtransfer.transfer import dialogue
+from tests.support.process import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 SOURCES = [path for room in ("baton", "prefill_worker", "decode_worker") for path in (ROOT / room).rglob("*.py")]
 MAX_FILES = 2
 WITHOUT_TORCH = """

@@ -14,10 +14,9 @@ from baton.service.security.access import Access
 from baton.v1 import inference_pb2 as pb
 from baton.v1 import inference_pb2_grpc
 from tests.support.models import make_model
-from tests.support.process import Process
+from tests.support.process import ROOT, Process
 from tests.support.redis_server import ComposeRedis
 
-ROOT = Path(__file__).resolve().parents[3]
 SERVICES = yaml.safe_load((ROOT / "compose.yaml").read_text())["services"]
 NAMES = ("prefill_worker_cpu", "decode_worker_cpu", "gateway")
 

@@ -15,7 +15,7 @@ from tests.support.client import gather, make_request
 from tests.support.launch.launchers import until
 from tests.support.launch.ray_cluster import RayCluster, up_on_ray
 from tests.support.pace import patience
-from tests.support.security.installation import install
+from tests.support.security.installation import API_KEY, install
 from tests.support.stack import SLOW_STEPS
 
 pytest.importorskip("ray")
@@ -70,7 +70,7 @@ async def test_streams_go_on_and_the_place_is_filled_again(cluster, model, refer
         victim = next(each for each in before if each.role == "decode" and not each.where.endswith(cluster.head))
         prompts = [random.Random(seed).choices(range(10, 200), k=80) for seed in range(_NUM_STREAMS)]
         begun = [asyncio.Event() for _ in prompts]
-        access = made.access(with_key=True).for_client() | {"tls_server_name": GATEWAY_NAME}
+        access = made.access(key=API_KEY).for_client() | {"tls_server_name": GATEWAY_NAME}
         async with client.AsyncClient(ready["grpc"], **access) as asked:
             reading = [
                 asyncio.create_task(read(asked, prompt, each)) for prompt, each in zip(prompts, begun, strict=True)

@@ -11,6 +11,7 @@ import pytest
 from baton.service.security.guard import ANYONE, METHODS, TENANT
 from baton.service.security.tls import ROLES
 from tests.support.client import read_error
+from tests.support.security.installation import API_KEY
 from tests.support.security.methods import FILES, methods
 
 DOCS = Path(__file__).resolve().parents[3] / "docs" / "security.md"
@@ -58,7 +59,10 @@ CALLERS = {None: set(), **{role: {role} for role in ROLES}}
 @pytest.mark.parametrize("with_key", [False, True], ids=["no key", "key"])
 @pytest.mark.parametrize("role", CALLERS, ids=str)
 async def test_each_caller_gets_through_to_what_the_table_says(guarded, installation, role, with_key):
-    access, names = installation.access(role, with_key), CALLERS[role] | ({TENANT} if with_key else set())
+    access, names = (
+        installation.access(role, API_KEY if with_key else None),
+        CALLERS[role] | ({TENANT} if with_key else set()),
+    )
     async with guarded() as ports, access.channel(ports.fleet if role else ports.client) as channel:
         for path, allowed in METHODS.items():
             passes = allowed == ANYONE or bool(allowed & names)
@@ -100,7 +104,7 @@ async def test_a_wrong_key_is_no_better_beside_a_certificate(guarded, installati
 
 
 async def test_two_keys_are_none(guarded, installation):
-    access = installation.access(with_key=True)
+    access = installation.access(key=API_KEY)
     async with guarded() as ports, access.channel(ports.client) as channel:
         code = await ask(channel, "/baton.v1.Inference/Generate", access.metadata * 2)
         assert code is grpc.StatusCode.UNAUTHENTICATED
@@ -111,7 +115,7 @@ async def test_what_is_not_in_the_table_is_open_to_nobody(guarded, installation,
     """Who is known hears that there is no such method; strangers hear nothing of what there is."""
     for role in (None, *ROLES):
         for with_key in (False, True):
-            access, is_known = installation.access(role, with_key), bool(role or with_key)
+            access, is_known = installation.access(role, API_KEY if with_key else None), bool(role or with_key)
             async with guarded() as ports, access.channel(ports.fleet if role else ports.client) as channel:
                 code = await ask(channel, path, access.metadata)
                 assert code is (grpc.StatusCode.UNIMPLEMENTED if is_known else grpc.StatusCode.PERMISSION_DENIED)
@@ -123,7 +127,7 @@ async def test_what_is_not_in_the_table_is_open_to_nobody(guarded, installation,
 
 async def test_tools_with_a_key_find_the_form_of_reflection_that_is_served(guarded, installation):
     """grpcurl asks for `v1`, and goes on to `v1alpha` at UNIMPLEMENTED alone."""
-    access, forms = installation.access(with_key=True), ("v1", "v1alpha")
+    access, forms = installation.access(key=API_KEY), ("v1", "v1alpha")
     paths = [f"/grpc.reflection.{form}.ServerReflection/ServerReflectionInfo" for form in forms]
     async with guarded() as ports, access.channel(ports.client) as channel:
         codes = [await ask(channel, path, access.metadata, 1) for path in paths]
@@ -149,7 +153,7 @@ async def test_a_certificate_without_a_role_opens_nothing(guarded, make_certific
 
 
 async def test_a_call_without_its_message_is_an_error(guarded, installation):
-    access = installation.access(with_key=True)
+    access = installation.access(key=API_KEY)
     async with guarded() as ports, access.channel(ports.client) as channel:
         call = channel.stream_stream("/baton.v1.Inference/Complete")(timeout=10, metadata=access.metadata)
         await call.done_writing()

@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from baton.cli.cluster.certs import CREDENTIALS, SECRET
-from baton.service.security.access import Access
 from baton.service.security.credentials import new_key
 from baton.service.security.tls import WORKER_NAME
 from baton.v1 import worker_pb2, worker_pb2_grpc
@@ -22,7 +21,7 @@ from tests.support.abuse.catalogue import FLOOD_TENANT, GRPC, HTTPS, QUIET_TENAN
 from tests.support.abuse.levels import levels, stayed
 from tests.support.fork_server.processes import ForkServer
 from tests.support.process import ROOT, Process
-from tests.support.security.installation import install
+from tests.support.security.installation import API_KEY, install
 from tests.support.stack import Stack
 
 # Smaller than the least attack: what is held to all of them together is held to, in the test of a minute too.
@@ -31,6 +30,7 @@ GATEWAY_OPTIONS = (
     "--fleet-listen", "127.0.0.1:0", "--http", "127.0.0.1:0",
 )  # fmt: skip
 WORKER_OPTIONS = ("--num-blocks", "160", "--threads", "1", "--reflection")
+FLOOD_KEY = "flood-key"  # the file of the flooding tenant's key
 DESCRIPTOR_LIMIT = 256  # that processes may have until they ask for more, as of many shells 1,024
 LARGE = 10_000  # calls
 # Of every call of the bystander: what is lost, not what is slow on a busy machine. To refuse a call takes the gateway
@@ -47,17 +47,17 @@ class AttackedStack:
     def __init__(self, model: Path, folder: Path, kv: str, fork_server: ForkServer):
         folder.mkdir(parents=True, exist_ok=True)
         self.kv = kv
-        self.certs = install(folder / "certs", "--tenant", QUIET_TENANT).folder
+        self._made = made = install(folder / "certs", "--tenant", QUIET_TENANT)
         key, key_id, digest = new_key()
-        with (self.certs / CREDENTIALS).open("a") as file:
+        with (made.folder / CREDENTIALS).open("a") as file:
             file.write(f'[keys.{key_id}]\ntenant = "{FLOOD_TENANT}"\nsha256 = "{digest}"\n')
-        (self.certs / "flood-key").write_text(key)
-        gateway = (*self._tls("gateway"), "--credentials", self.certs / CREDENTIALS,
-                   "--cluster-secret", self.certs / SECRET, *GATEWAY_OPTIONS)  # fmt: skip
+        (made.folder / FLOOD_KEY).write_text(key)
+        gateway = (*made.tls_options("gateway"), "--credentials", made.folder / CREDENTIALS,
+                   "--cluster-secret", made.folder / SECRET, *GATEWAY_OPTIONS)  # fmt: skip
         self.stack = Stack(
             model, folder / "stack", options=WORKER_OPTIONS,
-            prefill_options=self._tls("prefill"),
-            decode_options=[*self._tls("decode"), "--transports", kv],
+            prefill_options=made.tls_options("prefill"),
+            decode_options=[*made.tls_options("decode"), "--transports", kv],
             gateway_options=[str(word) for word in gateway], fork_server=fork_server,
         )  # fmt: skip
         self.endpoints: dict[str, str] = {}
@@ -96,14 +96,10 @@ class AttackedStack:
     def process(self, name: str) -> Process:
         return next(process for process in self.stack.processes if process.name == name)
 
-    def access(self, role: str | None = None, key: str | None = None) -> Access:
-        shown = (self.certs / f"{role}.crt", self.certs / f"{role}.key") if role else (None, None)
-        return Access(self.certs / "ca.crt", *shown, self.certs / key if key else None)
-
     def bystander(self, deadline_s: float = DEADLINE_S) -> Bystander:
         gateway = self.process("gateway0").ready()
         pages = [process.ready()["admin"] for process in self.stack.processes]
-        tenant, operator = self.access(key="api-key"), self.access("operator")
+        tenant, operator = self._made.access(key=API_KEY), self._made.access("operator")
         return Bystander(gateway["grpc"], gateway["fleet"], pages, tenant, operator, deadline_s)
 
     def address(self, port: Port) -> str:
@@ -125,17 +121,13 @@ class AttackedStack:
         }  # fmt: skip
 
     def _pair(self, role: str) -> list[str]:
-        return [str(self.certs / f"{role}.{end}") for end in ("crt", "key")]
+        return [str(self._made.folder / f"{role}.{end}") for end in ("crt", "key")]
 
     def _metadata(self, caller: Caller) -> list[list[str]]:
-        return [list(each) for each in self.access(key="flood-key").metadata] if caller.key else []
-
-    def _tls(self, role: str) -> list[str]:
-        files = {"cert": f"{role}.crt", "key": f"{role}.key", "ca": "ca.crt"}
-        return [word for name, file in files.items() for word in (f"--tls-{name}", str(self.certs / file))]
+        return [list(each) for each in self._made.access(key=FLOOD_KEY).metadata] if caller.key else []
 
     def _describe(self, worker: Process) -> worker_pb2.Hello:
-        with self.access("operator").channel(worker.ready()["grpc"], name=WORKER_NAME, blocking=True) as channel:
+        with self._made.access("operator").channel(worker.ready()["grpc"], name=WORKER_NAME, blocking=True) as channel:
             return worker_pb2_grpc.WorkerStub(channel).Describe(worker_pb2.DescribeRequest(), timeout=30)
 
 
@@ -185,7 +177,7 @@ class Attackers:
 
 @contextmanager
 def few_descriptors() -> Iterator[None]:
-    """Processes that are started meanwhile may have DESCRIPTORS, as long as they do not ask for more."""
+    """Let processes that are started meanwhile have DESCRIPTOR_LIMIT, as long as they do not ask for more."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(DESCRIPTOR_LIMIT, soft), hard))
     try:

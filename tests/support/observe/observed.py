@@ -3,12 +3,11 @@
 import ast
 import re
 from collections.abc import Iterator
-from pathlib import Path
 from typing import NamedTuple
 
 from baton.sampling_params import SAMPLING_PARAMS
+from tests.support.process import ROOT
 
-ROOT = Path(__file__).resolve().parents[3]
 METERS = (
     "gateway/observe/meters.py", "gateway/observe/gauges.py", "baton/worker/observe/meters.py",
     "baton/worker/observe/gpu_health.py",

@@ -2,7 +2,6 @@
 
 import ast
 import asyncio
-from pathlib import Path
 from unittest.mock import ANY
 
 import pytest
@@ -17,10 +16,10 @@ from baton.worker.session.endings import ignore, refuse_in_use
 from baton.worker.session.leg_machine import LegTransition
 from baton.worker.session.table import join_tables
 from decode_worker.parking import attach as attach_action
+from tests.support.process import ROOT
 from tests.support.worker.doubles import TABLE, LegMachineHarness, numbered_spec
 from tests.support.worker.key_paths import KEY, OTHER, PATHS, make_happen
 
-ROOT = Path(__file__).resolve().parents[3]
 OPENED_BY = {
     LegState.ADMITTED: LegEvent.ADMIT,
     LegState.PREFILLING: LegEvent.PREFILL,

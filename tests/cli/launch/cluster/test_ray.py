@@ -18,7 +18,7 @@ from tests.support.launch.ray_cluster import RayCluster, up_on_ray
 from tests.support.launch.stand_ins import make_stand_ins
 from tests.support.models import make_model
 from tests.support.process import ROOT
-from tests.support.security.installation import install
+from tests.support.security.installation import API_KEY, install
 
 pytest.importorskip("ray")
 
@@ -70,7 +70,7 @@ def test_a_stack_serves_scales_and_drains(cluster, model, tmp_path):
     with up_on_ray(cluster, model, made.folder, tmp_path / "up") as (up, ready):
         argv = [sys.executable, "-m", "baton.cli", "scale", "decode=2", "--launcher", ready["control"]]
         argv += ["--tls-ca", f"{made.folder}/ca.crt", "--tls-cert", f"{operator}.crt", "--tls-key", f"{operator}.key"]
-        access = made.access(with_key=True).for_client() | {"tls_server_name": GATEWAY_NAME}
+        access = made.access(key=API_KEY).for_client() | {"tls_server_name": GATEWAY_NAME}
         with client.Client(ready["grpc"], **access) as asked:
             before = asked.generate("one two three", max_tokens=24, temperature=0)
             done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True)
