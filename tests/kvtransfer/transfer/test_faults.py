@@ -12,7 +12,7 @@ from kvtransfer import errors
 from kvtransfer.layout import BlockRef, PromptKV
 from kvtransfer.transfer import dialogue, pull
 from kvtransfer.transfer.source import Source
-from tests.support.kvtransfer.faults import FAULTS, POINTS, FaultConnection, Plan
+from tests.support.kvtransfer.accidents import FAULTS, POINTS, AccidentConnection, Accidents
 from tests.support.kvtransfer.rig import Destination, kind, until
 from tests.support.kvtransfer.unlike import Cluster, by_heads, layout
 from tests.support.pace import patience
@@ -47,16 +47,16 @@ def quick(monkeypatch):
 
 
 class Faulty:
-    """A cluster whose connections meet `plan`, on the source's side or the taker's."""
+    """A cluster whose connections meet `accidents`, on the source's side or the taker's."""
 
     def __init__(self, cluster: Cluster, monkeypatch):
-        self.cluster, self.plan = cluster, None
+        self.cluster, self.accidents = cluster, None
         serve = Source.serve
 
         async def served(source, connection, transport):
             await serve(
                 source,
-                FaultConnection(connection, self.plan) if self.plan and self.at_source else connection,
+                AccidentConnection(connection, self.accidents) if self.accidents and self.at_source else connection,
                 transport,
             )
 
@@ -66,17 +66,21 @@ class Faulty:
 
             async def reached(endpoint, shape, opened=opened):
                 connection = await opened(endpoint, shape)
-                return FaultConnection(connection, self.plan) if self.plan and not self.at_source else connection
+                return (
+                    AccidentConnection(connection, self.accidents)
+                    if self.accidents and not self.at_source
+                    else connection
+                )
 
             fetcher._dialer.open = reached
 
     @property
     def at_source(self) -> bool:
-        return self.plan.point in ("ready", "confirm")
+        return self.accidents.point in ("ready", "confirm")
 
-    async def fetch(self, key, plan: Plan | None, within_s: float = 1.0) -> tuple[str, list[Destination]]:
+    async def fetch(self, key, accidents: Accidents | None, within_s: float = 1.0) -> tuple[str, list[Destination]]:
         """Run one request, and return its end and the verified destinations."""
-        cluster, self.plan = self.cluster, plan
+        cluster, self.accidents = self.cluster, accidents
         for rank in cluster.takers:
             rank.memory.blocks[:] = 0
         handle, ticket = cluster.offer(key, NUM_TOKENS)
@@ -87,7 +91,7 @@ class Faulty:
             outcome = "ok"
         except errors.KVError as exc:
             outcome = exc.status
-        self.plan = None
+        self.accidents = None
         for destination in destinations:
             assert destination.upto == sorted(set(destination.upto)), "nothing is verified twice"
         cluster.check_arrived(range(0, min((d.upto[-1] if d.upto else 0) for d in destinations), 37))
@@ -131,9 +135,9 @@ def test_one_accident(transport, likeness, fault, point, monkeypatch):
     async def main():
         async with Cluster(transport, *pair, ttl_s=20.0) as cluster:
             faulty = Faulty(cluster, monkeypatch)
-            plan = Plan(fault, point, nth=0 if point in ("want", "end") else 2)
-            outcome, destinations = await faulty.fetch("hit", plan, within_s=0.6)
-            assert plan.done == [fault]
+            accidents = Accidents(fault, point, nth=0 if point in ("want", "end") else 2)
+            outcome, destinations = await faulty.fetch("hit", accidents, within_s=0.6)
+            assert accidents.done == [fault]
             assert outcome in allowed(fault, point), outcome
             assert (outcome == "ok") == all(each.upto[-1:] == [NUM_TOKENS] for each in destinations)
             outcome, destinations = await faulty.fetch("next", None, within_s=10)
@@ -235,14 +239,14 @@ def test_every_sixteenth_operation_fails(transport, pair, seed, monkeypatch):
             faulty, num_accidents = Faulty(cluster, monkeypatch), 0
             for number in range(6):
                 fault = rng.choice(("corrupt", "kill", "twice", "truncate"))
-                plan = Plan(fault, rng.choice(POINTS), rng.randrange(4), every=rng.choice((0, 3)), seed=seed)
-                outcome, destinations = await faulty.fetch(number, plan)
+                accidents = Accidents(fault, rng.choice(POINTS), rng.randrange(4), every=rng.choice((0, 3)), seed=seed)
+                outcome, destinations = await faulty.fetch(number, accidents)
                 ends = (
-                    allowed(fault, plan.point) | {"peer_lost"} if plan.done else {"ok"}
+                    allowed(fault, accidents.point) | {"peer_lost"} if accidents.done else {"ok"}
                 )  # lost where it was hit too often
-                assert outcome in ends, (outcome, plan)
+                assert outcome in ends, (outcome, accidents)
                 assert (outcome == "ok") == all(each.upto[-1:] == [NUM_TOKENS] for each in destinations)
-                num_accidents += len(plan.done)
+                num_accidents += len(accidents.done)
             assert num_accidents
             assert (await faulty.fetch("next", None, within_s=10))[0] == "ok"
             assert len(cluster.endings) == 7 * len(cluster.sources)

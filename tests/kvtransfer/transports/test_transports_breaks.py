@@ -8,7 +8,7 @@ import pytest
 from kvtransfer import errors
 from kvtransfer.transfer import dialogue, pull
 from kvtransfer.transports import transport
-from tests.support.kvtransfer.rig import NUM_TOKENS, FaultyConnection, assert_still_serves, kind, running, until
+from tests.support.kvtransfer.rig import NUM_TOKENS, InterceptedConnection, assert_still_serves, kind, running, until
 
 
 def test_resumes_after_the_line_broke(name, small_ranges):
@@ -67,7 +67,7 @@ def test_a_source_that_dies_at_the_goodbye_has_given_everything(name, monkeypatc
                 return [frame]
 
             async def reach(endpoint, shape):
-                return FaultyConnection(await opened(endpoint, shape), fault)
+                return InterceptedConnection(await opened(endpoint, shape), fault)
 
             dialer.open = reach
             report = await rig.fetch(rig.ready_offer(), rig.destination())

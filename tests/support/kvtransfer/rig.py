@@ -62,18 +62,18 @@ async def until(condition, what: str) -> None:
     assert condition(), what
 
 
-class FaultyConnection:
-    """`fault(frame)` sees every frame that the source is about to send; returns the frames to send instead."""
+class InterceptedConnection:
+    """Wrap a KVConnection: `intercept(frame, connection)` sees every frame that is about to be sent through it, and
+    returns the frames to send instead."""
 
-    def __init__(self, connection, fault):
-        self._connection = connection
-        self._fault = fault
+    def __init__(self, connection, intercept):
+        self._connection, self._intercept = connection, intercept
 
     def __getattr__(self, name):
         return getattr(self._connection, name)
 
     async def send(self, frame, payload=()):
-        for each in self._fault(frame, self._connection):
+        for each in self._intercept(frame, self._connection):
             await self._connection.send(each, payload)
 
 
@@ -81,7 +81,7 @@ class FaultySource(Source):
     fault: Callable | None = None
 
     async def serve(self, connection, transport):
-        await super().serve(FaultyConnection(connection, self.fault) if self.fault else connection, transport)
+        await super().serve(InterceptedConnection(connection, self.fault) if self.fault else connection, transport)
 
 
 class Destination:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from tests.support.kvtransfer.rig import kind
+from tests.support.kvtransfer.rig import InterceptedConnection, kind
 
 FAULTS = ("drop", "delay", "corrupt", "truncate", "twice", "reorder", "kill")
 POINTS = ("want", "ready", "ack", "confirm", "end")
@@ -14,8 +14,8 @@ DELAY_S = 0.05
 
 
 @dataclass
-class Plan:
-    """Let `fault` meet the `nth` frame of kind `point` that goes out on any connection that shares this plan; `every`:
+class Accidents:
+    """Let `fault` meet the `nth` frame of kind `point` that goes out on any connection that shares it; `every`:
     then each n-th further one, too."""
 
     fault: str
@@ -37,21 +37,18 @@ class Plan:
         return hit
 
 
-class FaultConnection:
-    """Wrap a KVConnection; what is sent through it meets `plan`."""
+class AccidentConnection(InterceptedConnection):
+    """What is sent through it meets `accidents`, the bytes behind frames too."""
 
-    def __init__(self, connection, plan: Plan):
-        self._connection = connection
-        self._plan = plan
+    def __init__(self, connection, accidents: Accidents):
+        super().__init__(connection, None)
+        self._accidents = accidents
         self._held = None
-        self._random = random.Random(plan.seed)
-
-    def __getattr__(self, name):
-        return getattr(self._connection, name)
+        self._random = random.Random(accidents.seed)
 
     async def send(self, frame, payload=()):
         held, self._held = self._held, None
-        if self._plan.hits(frame):
+        if self._accidents.hits(frame):
             await self._accident(frame, payload)
         else:
             await self._connection.send(frame, payload)
@@ -59,7 +56,7 @@ class FaultConnection:
             await self._connection.send(*held)
 
     async def _accident(self, frame, payload) -> None:
-        match self._plan.fault:
+        match self._accidents.fault:
             case "drop":
                 pass
             case "delay":
