@@ -5,7 +5,9 @@ from dataclasses import dataclass
 
 from baton.engine.core.config import EngineConfig, default_num_blocks
 from baton.engine.core.device import CONTEXT_BYTES, UTILIZATION, Memory, pool_blocks
+from baton.engine.core.model_errors import ModelError
 from baton.engine.core.model_spec import ModelSpec
+from baton.engine.parallel.shard import Shard, unfit_for_ranks
 from baton.planning.devices import Device
 from baton.planning.stored_form import HeldWeights, StoredForm, norm_bytes
 
@@ -70,9 +72,14 @@ def linear_shapes(spec: ModelSpec, degree: int = 1) -> Counter[tuple[int, int]]:
 
 def held_weights(spec: ModelSpec, form: Form, on_cpu: bool, degree: int = 1, dtype: str = "bf16") -> HeldWeights:
     """Return what a worker, or each of `degree` ranks, holds of a model in a form. `dtype`: in which a worker computes
-    if it rounds the weights. Raises ModelError if the model's files cannot be divided so."""
+    if it rounds the weights. Raises ModelError if workers would refuse the degree or the form."""
+    if why := unfit_for_ranks(spec, Shard(0, degree)) if degree > 1 else "":
+        raise ModelError(f"tensor_parallel {degree}: {spec.folder}: {why}")
     if isinstance(form, StoredForm):
         return form.held(degree)
+    for _, inputs in linear_shapes(spec):
+        if form.startswith("int4-") and inputs % _group(form):
+            raise ModelError(f"{spec.folder}: groups of {_group(form)} do not divide {inputs} inputs")
     head_form = _head_form(form)
     head = _bytes_of(head_form, -(-spec.vocab_size // degree), spec.hidden_size, on_cpu)
     layers = _layer_bytes(spec, form, on_cpu, degree)
@@ -109,8 +116,12 @@ def _bytes_of(form: str, out: int, inputs: int, on_cpu: bool) -> int:
         return values + out * _SCALE_BYTES
     if form in _FLOATS:
         return values
-    groups = inputs // int(form.rpartition("g")[2])
-    return values + 2 * out * groups * _SCALE_BYTES  # a scale and an offset per group
+    return values + 2 * out * (inputs // _group(form)) * _SCALE_BYTES  # a scale and an offset per group
+
+
+def _group(form: str) -> int:
+    """Return the inputs of a group of int4-gN."""
+    return int(form.rpartition("g")[2])
 
 
 def _other_bytes(spec: ModelSpec, form: str) -> int:

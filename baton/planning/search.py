@@ -15,7 +15,7 @@ from baton.loadgen.summary import percentile
 from baton.loadgen.trace import TraceEntry
 from baton.planning.devices import Device
 from baton.planning.efficiency import EXTRAPOLATED, Efficiencies
-from baton.planning.memory import Form, MemoryPlan, plan_memory
+from baton.planning.memory import Form, MemoryPlan, held_weights, plan_memory
 from baton.planning.step_time import StepTimes
 from baton.planning.virtual_stack import ServedRequest, StackShape, VirtualStack
 from baton.planning.workload import mean_fresh
@@ -152,6 +152,7 @@ def _candidate(
     max_len = min(spec.longest_context, max(2048, 1 << (longest - 1).bit_length()))
     if longest > max_len:
         raise ValueError(f"a request of {longest} tokens, the model's context is {spec.longest_context}")
+    held_weights(spec, form, device.kind == "cpu", degree)  # reports a degree that workers would refuse
     *larger, smallest = _BATCHES[device.kind]
     _configs(spec, device, form, kv, smallest, max_len)  # first reports what does not fit at all
     if slo.tpot_s is not None and (alone_s := times.decode_s(1, context)) > slo.tpot_s:

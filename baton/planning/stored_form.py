@@ -8,7 +8,6 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor
 
-from baton.engine.core.model_errors import ModelError
 from baton.engine.core.model_spec import ExpertsSpec, ModelSpec
 from baton.engine.kv.pool import DTYPES
 from baton.engine.layers.embedding import Embedding
@@ -17,7 +16,7 @@ from baton.engine.layers.linear import choose as choose_linear
 from baton.engine.models.linears import Linears
 from baton.engine.models.read_layer import read_head, read_layer
 from baton.engine.parallel.collectives import Collectives
-from baton.engine.parallel.shard import Shard, unfit_for_ranks
+from baton.engine.parallel.shard import Shard
 from baton.engine.weights.formats.registry import AUTO, open_source
 from baton.engine.weights.forms import DenseWeight, Fp8Weight, IntWeight, Weight
 from baton.engine.weights.on_gpu import store, unfit_on_gpu
@@ -56,15 +55,13 @@ class StoredForm:
         return self._name
 
     def held(self, degree: int = 1) -> HeldWeights:
-        """Return what each of `degree` ranks holds. Raises ModelError if the model cannot be divided so."""
+        """Return what each of `degree` ranks holds. Raises ModelError if its weights cannot be divided so."""
         if degree not in self._held:
             self._held[degree] = self._read(degree)
         return self._held[degree]
 
     def _read(self, degree: int) -> HeldWeights:
         spec, dtype, shard = self._spec, self._dtype, Shard(0, degree)
-        if why := unfit_for_ranks(spec, shard) if degree > 1 else "":
-            raise ModelError(f"tensor_parallel {degree}: {spec.folder}: {why}")
         names = spec.names.renamed
         source = open_source(spec.folder, AUTO, dtype, spec.num_heads, spec.num_kv_heads, names)
         make, make_router = self._maker(dtype), self._maker(torch.float32)

@@ -1,20 +1,24 @@
 """The plan's bytes are the engine's own."""
 
 import dataclasses
+import itertools
 import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from baton.engine import native
 from baton.engine.core.config import EngineConfig, resolve
 from baton.engine.core.device import find_device as find_torch_device
+from baton.engine.core.model_errors import ModelError
 from baton.engine.kv.pool import CPU as CPU_DEVICE
 from baton.engine.models.loader import load_model
 from baton.engine.models.registry import read_spec
 from baton.planning.devices import GPUS, Device
 from baton.planning.memory import held_weights, linear_shapes, plan_memory
 from kvtransfer.layout import KVLayout
+from tests.support.engine.folders import make_folder
 from tests.support.native.ranked import collectives_of
 from tests.support.process import ROOT
 
@@ -42,6 +46,37 @@ def test_weights_of_a_rank_are_those_that_it_counts(form):
     if "bf16" not in model.weights.form and form == "none":
         pytest.skip(f"this machine computes in {model.weights.form}")
     assert held_weights(spec, form, on_cpu=True, degree=degree).kernel_bytes == model.weights.num_bytes
+
+
+@pytest.mark.skipif(native.library() is None, reason=native.unavailable() or "there")
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        dict(hidden_size=192, num_attention_heads=3, num_key_value_heads=3, intermediate_size=512),
+        dict(hidden_size=128, num_attention_heads=4, num_key_value_heads=2, intermediate_size=96),
+        dict(hidden_size=128, num_attention_heads=4, num_key_value_heads=2, intermediate_size=80),
+        dict(hidden_size=48, num_attention_heads=4, num_key_value_heads=2, intermediate_size=64, head_dim=16),
+    ],
+    ids=["3 heads", "all fit", "80 wide", "48 hidden"],
+)
+def test_what_a_worker_refuses_is_not_planned(tmp_path, sizes):
+    """A degree that does not divide the heads, and groups that do not divide the inputs, were printed to be started."""
+    make_folder(tmp_path, "llama3", dtype=torch.bfloat16, **sizes)
+    spec = read_spec(tmp_path)
+    for form, degree in itertools.product(("none", "int8", "int4-g32"), (1, 2, 4)):
+        config = resolve(EngineConfig(model=tmp_path, quantization=form, dtype="bf16", num_blocks=64), spec)
+        collectives = collectives_of(degree)[0] if degree > 1 else None
+        refused = refusal(load_model, config, CPU_DEVICE, collectives)
+        assert refusal(held_weights, spec, form, True, degree) == refused, (form, degree)
+
+
+def refusal(call, *arguments) -> str:
+    """Return the end of the line by which a call refuses a model; "" if it does not."""
+    try:
+        call(*arguments)
+    except ModelError as error:
+        return str(error).rpartition(": ")[2]
+    return ""
 
 
 def test_a_model_of_70b_as_ranks():

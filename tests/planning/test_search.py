@@ -116,6 +116,18 @@ def test_workers_of_a_cpu_have_room_in_its_memory_together():
         search.find(spec, on_a_cpu(1 << 30), shipped("cpu"), ask(1000, shape=Shape(256, 64)))
 
 
+def test_degrees_that_workers_refuse_are_not_planned(tmp_path):
+    config = json.loads((TARGET / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"num_attention_heads": 2, "num_key_value_heads": 2}))
+    degrees = {
+        folder: {
+            kind.degree for kind in search.candidates(read_spec(folder), on_a_cpu(8 << 30), shipped("cpu"), ask(1))
+        }
+        for folder in (TARGET, tmp_path)
+    }
+    assert degrees == {TARGET: {1, 2, 4}, tmp_path: {1, 2}}
+
+
 def test_what_starts_it_serves_what_was_planned(tmp_path, capsys):
     """The threads that workers have, and bf16 where the folder's dtype is another."""
     wide = json.loads((TARGET / "config.json").read_text()) | {"dtype": "float32"}

@@ -22,6 +22,7 @@ from baton.engine.weights.formats.placed import placed
 from baton.engine.weights.tensors import Weights
 from baton.planning.devices import GPUS, Device
 from baton.planning.efficiency import EXTRAPOLATED, shipped
+from baton.planning.memory import held_weights
 from baton.planning.step_time import StepTimes
 from baton.planning.stored_form import StoredForm, WeightOnGpu, norm_bytes
 from baton.planning.virtual_engine import StepPieces
@@ -106,7 +107,7 @@ def test_a_rank_has_the_bytes_of_the_plan(name, tmp_path):
     form, config = StoredForm(read_spec(tmp_path), MACHINE), EngineConfig(tmp_path, dtype="bf16")
     assert form.held(2).kernel_bytes == load_model(config, CPU, collectives_of(2)[0]).weights.num_bytes
     with pytest.raises(ModelError, match="tensor_parallel 8"):
-        form.held(8)
+        held_weights(read_spec(tmp_path), form, on_cpu=True, degree=8)
 
 
 def test_of_modules_that_are_stored_alike_one_is_read(tmp_path, monkeypatch):
