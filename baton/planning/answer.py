@@ -142,6 +142,7 @@ def _flags(worker: WorkerPlan) -> dict[str, object]:
     flags: dict[str, object] = {"max-num-seqs": worker.batch, "max-model-len": config.max_model_len}
     if times.device.kind == "cpu":
         flags["threads"] = config.threads  # otherwise workers divide the cores
+        flags["num-blocks"] = config.num_blocks  # otherwise more than two workers of one host have fewer each
     if times.spec.dtype != config.dtype:
         flags["dtype"] = config.dtype  # otherwise it is the folder's
     if worker.form != "none" and not worker.is_stored:

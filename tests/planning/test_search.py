@@ -129,7 +129,8 @@ def test_degrees_that_workers_refuse_are_not_planned(tmp_path):
 
 
 def test_what_starts_it_serves_what_was_planned(tmp_path, capsys):
-    """The threads that workers have, and bf16 where the folder's dtype is another."""
+    """The threads that workers have, the blocks, which three workers of one host would else have fewer of, and bf16
+    where the folder's dtype is another."""
     wide = json.loads((TARGET / "config.json").read_text()) | {"dtype": "float32"}
     (tmp_path / "config.json").write_text(json.dumps(wide))
     device = on_a_cpu(8 << 30)
@@ -138,7 +139,8 @@ def test_what_starts_it_serves_what_was_planned(tmp_path, capsys):
         kind = next(search.candidates(read_spec(folder), device, shipped("cpu"), asked))
         choice = search.StackChoice(kind, 0, 1, search.evaluate(kind, 0, 1, asked), "")
         (line,) = answer.command_lines(choice, device, str(folder))
-        assert "--threads=2" in line.split() and ("--dtype=bf16" in line.split()) == (dtype == "bf16")
+        assert {"--threads=2", f"--num-blocks={kind.memory.num_blocks}"} <= {*line.split()}
+        assert ("--dtype=bf16" in line.split()) == (dtype == "bf16")
         assert main(["config", *line.split()[2:]]) == 0
         capsys.readouterr()
         (service,) = (
