@@ -172,7 +172,7 @@ def _memory_fields(worker: WorkerPlan) -> dict[str, int]:
         "KV": memory.kv_bytes,
         "tokens of KV": memory.num_kv_tokens,
         "largest step (estimate)": memory.step_bytes,
-        "CUDA and libraries (estimate)": memory.context_bytes,
+        "process and libraries (estimate)": memory.process_bytes,
         "all": memory.total_bytes,
     }
 

@@ -4,7 +4,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 from baton.engine.core.config import EngineConfig, default_num_blocks
-from baton.engine.core.device import CONTEXT_BYTES, UTILIZATION, Memory, pool_blocks
+from baton.engine.core.device import CONTEXT_BYTES, PROCESS_BYTES, UTILIZATION, Memory, pool_blocks
 from baton.engine.core.model_errors import ModelError
 from baton.engine.core.model_spec import ModelSpec
 from baton.engine.parallel.shard import Shard, unfit_for_ranks
@@ -31,7 +31,7 @@ class MemoryPlan:
     block_bytes: int
     block_size: int
     num_blocks: int
-    context_bytes: int  # CUDA and its libraries
+    process_bytes: int  # of the process and its libraries, CUDA among them
 
     @property
     def weight_bytes(self) -> int:
@@ -47,7 +47,7 @@ class MemoryPlan:
 
     @property
     def total_bytes(self) -> int:
-        return self.weight_bytes + self.step_bytes + self.kv_bytes + self.context_bytes
+        return self.weight_bytes + self.step_bytes + self.kv_bytes + self.process_bytes
 
 
 def linear_shapes(spec: ModelSpec, degree: int = 1) -> Counter[tuple[int, int]]:
@@ -152,7 +152,7 @@ def plan_memory(spec: ModelSpec, device: Device, config: EngineConfig, form: For
     step = step_bytes(spec, min(config.max_num_batched_tokens, max_len), config.max_num_seqs)
     if on_cpu:
         num_blocks = config.num_blocks or default_num_blocks(layout, config, max_len)
-        plan = MemoryPlan(kernels, others, step, layout.block_bytes, config.block_size, num_blocks, 0)
+        plan = MemoryPlan(kernels, others, step, layout.block_bytes, config.block_size, num_blocks, PROCESS_BYTES)
         if plan.total_bytes > device.memory_bytes:
             raise ValueError(
                 f"a worker takes {plan.total_bytes:,} bytes, this machine has {device.memory_bytes:,}; quantize"

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from baton.engine.core.config import DEGREES, EngineConfig, resolve
+from baton.engine.core.device import PROCESS_BYTES
 from baton.engine.core.model_errors import ModelError
 from baton.engine.core.model_spec import ModelSpec
 from baton.loadgen.summary import percentile
@@ -79,8 +80,9 @@ class WorkerPlan:
     def room(self) -> int:
         """How many such workers fit into the memory that workers on a CPU share."""
         device = self.times.device
-        shares_host = device.kind == "cpu" and device.cores is not None
-        return device.memory_bytes // self.memory.total_bytes if shares_host else sys.maxsize
+        if device.kind != "cpu" or device.cores is None:
+            return sys.maxsize
+        return device.memory_bytes // (self.memory.total_bytes + (self.degree - 1) * PROCESS_BYTES)
 
     @property
     def words(self) -> str:

@@ -10,6 +10,7 @@ import torch
 
 from baton.engine import native
 from baton.engine.core.config import EngineConfig, resolve
+from baton.engine.core.device import PROCESS_BYTES
 from baton.engine.core.device import find_device as find_torch_device
 from baton.engine.core.model_errors import ModelError
 from baton.engine.kv.pool import CPU as CPU_DEVICE
@@ -103,7 +104,7 @@ def test_a_pool_is_as_large_as_the_engine_makes_it():
     config = resolve(EngineConfig(model=MODEL, dtype="bf16", kv_dtype="int8", num_blocks=77), spec)
     plan = plan_memory(spec, CPU, config, "none")
     assert plan.kv_bytes == 77 * KVLayout((spec.kv_group("int8", config.block_size),)).block_bytes
-    assert plan.total_bytes == plan.weight_bytes + plan.kv_bytes + plan.step_bytes
+    assert plan.total_bytes == plan.weight_bytes + plan.kv_bytes + plan.step_bytes + PROCESS_BYTES
 
 
 @pytest.mark.parametrize("name", sorted(path.name for path in SHAPES.iterdir()))

@@ -11,6 +11,7 @@ from gguf import GGMLQuantizationType as GGMLType
 
 from baton.cli.main import main
 from baton.cli.planning.picture_file import PictureError, write_picture
+from baton.engine.core.device import PROCESS_BYTES
 from baton.engine.models.registry import read_spec
 from baton.loadgen.workload import Shape
 from baton.planning import answer, search
@@ -107,13 +108,17 @@ def on_a_cpu(memory_bytes: int) -> Device:
 def test_workers_of_a_cpu_have_room_in_its_memory_together():
     spec, asked = read_spec(TARGET), ask(20, shape=Shape(256, 64))
     room = {}
-    for memory_bytes in (8 << 30, 1 << 30):
+    for memory_bytes in (8 << 30, 3 << 29):
         kind = next(search.candidates(spec, on_a_cpu(memory_bytes), shipped("cpu"), asked))
         assert kind.memory.total_bytes < 1 << 30
         room[memory_bytes] = [sum(size) for size in search.sizes(kind, asked)]
-    assert max(room[8 << 30]) > 2 == max(room[1 << 30])
-    with pytest.raises(search.NoPlan, match=r"2 workers of [\d,]+ bytes have room in this machine's 1,073,741,824"):
-        search.find(spec, on_a_cpu(1 << 30), shipped("cpu"), ask(1000, shape=Shape(256, 64)))
+    assert max(room[8 << 30]) > 2 == max(room[3 << 29])
+    whole = kind.memory.weight_bytes + kind.memory.kv_bytes + kind.memory.step_bytes
+    for degree in (1, 4):
+        taken = whole + degree * PROCESS_BYTES  # as the engine warns of
+        assert dataclasses.replace(kind, degree=degree).room == (3 << 29) // taken
+    with pytest.raises(search.NoPlan, match=r"2 workers of [\d,]+ bytes have room in this machine's 1,610,612,736"):
+        search.find(spec, on_a_cpu(3 << 29), shipped("cpu"), ask(1000, shape=Shape(256, 64)))
 
 
 def test_degrees_that_workers_refuse_are_not_planned(tmp_path):
