@@ -18,6 +18,10 @@ _SCALE_BYTES = 4  # per row, or per group of inputs
 _PANEL = 64  # outputs that the CPU's kernels pack together
 _ROUTER_BYTES = 4  # per weight of a router, which stays in fp32
 _WIDE_ROWS = 4  # rows of hidden_size per token in a step: the residual, its norm, the sum, the queries
+# The engine's own steps of 8B and 70B have up to 1.9 times the rows of one layer and 6 times the logits at a time, and
+# graphs of up to 334 MB (test_memory_plan.py). Too much costs 0.5 % of an 80 GB card, too little is no start.
+_ROW_COPIES, _LOGITS_COPIES = 2, 6
+_GRAPH_BYTES = 350_000_000
 
 
 @dataclass(frozen=True)
@@ -31,7 +35,7 @@ class MemoryPlan:
     block_bytes: int
     block_size: int
     num_blocks: int
-    process_bytes: int  # of the process and its libraries, CUDA among them
+    process_bytes: int  # of the process and its libraries, with CUDA and its graphs
 
     @property
     def weight_bytes(self) -> int:
@@ -132,11 +136,11 @@ def _other_bytes(spec: ModelSpec, form: str) -> int:
 
 def step_bytes(spec: ModelSpec, num_tokens: int, max_num_seqs: int) -> int:
     """Estimate the memory of the largest step: activations of all tokens, the MLP's width, and logits of all sequences
-    in fp32, twice."""
+    in fp32, with copies of both."""
     widths = [(1 + spec.gated) * spec.intermediate_size]
     widths += [2 * e.num_chosen * e.intermediate_size for layer in spec.layers if (e := layer.experts) is not None]
     rows = num_tokens * 2 * (_WIDE_ROWS * spec.hidden_size + max(widths) + spec.num_heads * spec.head_dim)
-    return rows + 2 * 4 * max_num_seqs * spec.vocab_size
+    return _ROW_COPIES * rows + _LOGITS_COPIES * 4 * max_num_seqs * spec.vocab_size
 
 
 def plan_memory(spec: ModelSpec, device: Device, config: EngineConfig, form: Form) -> MemoryPlan:
@@ -158,7 +162,8 @@ def plan_memory(spec: ModelSpec, device: Device, config: EngineConfig, form: For
                 f"a worker takes {plan.total_bytes:,} bytes, this machine has {device.memory_bytes:,}; quantize"
             )
         return plan
-    memory = Memory(device.memory_bytes, device.memory_bytes - kernels - others, kernels + others + CONTEXT_BYTES)
+    process = CONTEXT_BYTES + _GRAPH_BYTES
+    memory = Memory(device.memory_bytes, device.memory_bytes - kernels - others, kernels + others + process)
     least = layout.num_blocks(min(max_len, config.max_num_batched_tokens))
     num_blocks = pool_blocks(memory, UTILIZATION, step, layout.block_bytes, least)
-    return MemoryPlan(kernels, others, step, layout.block_bytes, config.block_size, num_blocks, CONTEXT_BYTES)
+    return MemoryPlan(kernels, others, step, layout.block_bytes, config.block_size, num_blocks, process)

@@ -144,6 +144,7 @@ def start(name: str, form: str, role: str, worker: Allocator, num_workers: int) 
         "weights": loaded[0], "pool": parts.pool.bytes.numel(), "graphs": worker.graphs, "most": worker.most + CONTEXT_BYTES,
         "share": int(memory_share(config) * worker.gpu.total), "total": worker.gpu.total,
         "context": parts.config.max_model_len, "num_graphs": parts.launcher.num_graphs,
+        "num_tokens": num_tokens, "num_seqs": num_seqs,
     }  # fmt: skip
 
 
