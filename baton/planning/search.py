@@ -25,7 +25,6 @@ from baton.service.slo import Slo
 WANTED_FORMS = ("none", "int8", "int4-g32")  # unless others are asked for; fp8 has the bytes of int8
 _BATCHES = {"cuda": (256, 128, 64, 32, 16), "cpu": (64, 32, 16, 8)}
 _CHUNKS = {"cuda": (8192, 2048), "cpu": (512, 512)}  # of prefill and decode workers, by default
-_BLOCK = {"cuda": 64, "cpu": 32}
 _MOST_BUSY = 0.9  # of a worker's time, at which the search begins: what a perfect stack would need, and a little more
 _MOST_WORK = 1e15  # in workers; larger values are no longer meaningful
 _NUM_MORE = 4  # workers beyond those for a load without cache hits: the search ends there
@@ -179,7 +178,6 @@ def _configs(
             model=spec.folder,
             dtype="bf16",
             kv_dtype=kv,
-            block_size=_BLOCK[device.kind],
             max_num_seqs=batch,
             max_model_len=max_len,
             max_num_batched_tokens=max(chunk, batch + 64),

@@ -11,6 +11,7 @@ from gguf import GGMLQuantizationType as GGMLType
 
 from baton.cli.main import main
 from baton.cli.planning.picture_file import PictureError, write_picture
+from baton.engine.core.config import EngineConfig
 from baton.engine.core.device import PROCESS_BYTES
 from baton.engine.models.registry import read_spec
 from baton.loadgen.workload import Shape
@@ -98,6 +99,12 @@ def test_a_small_model_on_a_large_device_is_served_without_blocks_that_nothing_f
         search, "_without_idle_blocks", lambda config, entries: dataclasses.replace(config, num_blocks=9999)
     )
     assert search.evaluate(kind, 1, 1, asked) == few and shapes[1].decode.num_blocks == 9999
+
+
+def test_blocks_on_a_gpu_are_as_large_as_those_of_workers():
+    """What is printed says nothing of them."""
+    kind = next(search.candidates(read_spec(TARGET), GPUS["H100"], shipped("cuda"), ask(1, shape=Shape(64, 4))))
+    assert {config.block_size for config in kind.configs.values()} == {EngineConfig(TARGET).block_size}
 
 
 def on_a_cpu(memory_bytes: int) -> Device:
