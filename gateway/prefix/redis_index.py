@@ -25,7 +25,8 @@ from baton.service.clock import now
 from baton.service.logs import fields
 from baton.tasks import is_cancelled
 from baton.v1 import worker_pb2 as pb
-from gateway.prefix.prefix_index import Feed, SecretDiffers
+from gateway.prefix.indexed_worker import BATCH, IndexedWorker
+from gateway.prefix.prefix_index import SecretDiffers
 from gateway.prefix.prefix_matches import Matches
 from gateway.prefix.slot_leases import GIVE_UP_S, KV_TTL_S, SlotLeases
 from gateway.prefix.worker_bitmap import (
@@ -47,9 +48,8 @@ WRITER_TTL_S = 5
 SECRET_TTL_S = 60
 _HEARTBEAT_S = 1.0
 _FLUSH_S = 0.02
-_LOG_INTERVAL_S = 60.0  # between two log lines about failed batches
+_LOG_INTERVAL_S = 60.0  # between two log lines of one text
 _REFRESH_S = KV_TTL_S / 3
-_BATCH = 64  # writing 1,000 commands takes the event loop 20 ms, for which tokens and lookups would wait
 _LEASED_AT_ONCE = 64  # if the answer is lost, these slots stay unused for 12 minutes
 _MAX_SPANS = 4096  # 262,144 tokens
 _CONTROL_TIMEOUT_S = 1.0
@@ -58,39 +58,6 @@ _MAX_NAME_BYTES = 64  # of a gateway's name or a fingerprint
 _NEVER = float("-inf")
 
 log = logging.getLogger(__name__)
-
-
-class _Worker:
-    """A worker that serves this gateway, or did until a moment ago."""
-
-    def __init__(self, worker: bytes, subscribe: Callable[[], None]):
-        self.worker = worker
-        self.feed = Feed(subscribe)
-        self.is_ours = False  # this gateway writes its events
-        self.slot: int | None = None
-        self.is_given_up = False  # not all was written there: another slot is needed
-        self.num_slots = 0  # how many it has had
-        self.held_at = _NEVER  # when Redis last confirmed the slot
-        self.pending: dict[bytes, bool] = {}  # span -> sealed; the slot has all else as the feed has it
-        self.refreshed_at = _NEVER
-        self.left_at = _NEVER
-        self.unwritten_for = ""  # why the last batch failed
-
-    def begin(self, slot: int | None, at: float) -> None:
-        """Begin to write into an empty slot."""
-        self.slot, self.held_at, self.refreshed_at, self.pending = slot, at, _NEVER, {}
-        self.is_given_up, self.num_slots, self.unwritten_for = False, self.num_slots + 1, ""
-
-    def refresh(self, at: float) -> None:
-        """Have all spans that the worker holds written again."""
-        self.pending.update(dict.fromkeys(self.feed.spans, True))
-        self.refreshed_at = at
-
-    def may_write(self, at: float) -> bool:
-        """Return whether the worker's slot may be written now. After a longer silence, other gateways retire the
-        slot."""
-        has_slot = self.slot is not None and not self.is_given_up
-        return self.is_ours and has_slot and at - self.held_at < GIVE_UP_S
 
 
 class RedisIndex:
@@ -102,14 +69,14 @@ class RedisIndex:
         self._hot = make_client(url, BUDGET_S, 32, _MAX_LOOKUP_BYTES)
         self._control = make_client(url, _CONTROL_TIMEOUT_S, 2)
         self._breaker = Breaker()
-        self._workers: dict[bytes, _Worker] = {}
-        self._left: dict[bytes, _Worker] = {}  # whose session ended a moment ago
+        self._workers: dict[bytes, IndexedWorker] = {}
+        self._left: dict[bytes, IndexedWorker] = {}  # whose session ended a moment ago
         self._slots = SlotLeases(self._control, _CONTROL_TIMEOUT_S, gateway)
         self._fingerprint: bytes | None = None
         self._asking: set[asyncio.Task] = set()
         self._written, self._joined = asyncio.Event(), asyncio.Event()
         self._lost_for = ""  # why the last heartbeat failed: lookups would fail likewise
-        self._logged_at = _NEVER  # when a failed batch was last logged
+        self._warned_at: dict[str, float] = {}
         self.is_disabled = False
 
     # ---- PrefixIndex ----
@@ -132,7 +99,7 @@ class RedisIndex:
         return found
 
     def join(self, worker: bytes, subscribe: Callable[[], None]) -> None:
-        entry = self._left.pop(worker, None) or _Worker(worker, subscribe)
+        entry = self._left.pop(worker, None) or IndexedWorker(worker, subscribe)
         entry.feed.join(subscribe)
         entry.is_ours = False  # until Redis says so; then a snapshot is asked for
         self._workers[worker] = entry
@@ -145,9 +112,8 @@ class RedisIndex:
         if not entry.may_write(now()):
             entry.is_given_up = True  # all that it holds goes into the next slot
             return
-        entry.pending.update(dict.fromkeys(change.evicted, False))
-        entry.pending.update(dict.fromkeys(change.sealed, True))
-        if entry.pending:
+        entry.change(change)
+        if entry.pending and not entry.unwritten_for:  # else the next heartbeat tries again
             self._written.set()
 
     def drop(self, worker: bytes) -> None:
@@ -270,7 +236,7 @@ class RedisIndex:
             raise SecretDiffers("the gateways on this Redis have another cluster secret: give this one the same file")
         await self._control.expire("baton:secret", SECRET_TTL_S)
 
-    async def _hold_writers(self, entries: Sequence[_Worker]) -> None:
+    async def _hold_writers(self, entries: Sequence[IndexedWorker]) -> None:
         """Make sure that one gateway writes each worker's events. If two do for a moment, both write the same."""
         ours = await self._held_names([_writer_name(entry.worker) for entry in entries])
         for entry in entries:
@@ -294,6 +260,7 @@ class RedisIndex:
     async def _hold_slots(self, at: float) -> None:
         """Make sure that each worker whose events this gateway writes has a slot. The slots were read just now."""
         if self._slots.went_back():
+            self._warn("it came back with what it had saved before, all is written again")
             for entry in (*self._workers.values(), *self._left.values()):
                 entry.is_given_up = True
         ours = [entry for entry in self._workers.values() if entry.is_ours]
@@ -314,7 +281,7 @@ class RedisIndex:
         if claimed or without:
             await self._slots.read(at)
 
-    async def _lease_slots(self, entries: Sequence[_Worker], at: float) -> None:
+    async def _lease_slots(self, entries: Sequence[IndexedWorker], at: float) -> None:
         await self._slots.give_up([entry.slot for entry in entries if entry.slot is not None])
         await self._slots.read(at)
         for part in _parts(entries, _LEASED_AT_ONCE):
@@ -322,7 +289,7 @@ class RedisIndex:
             for entry in part:
                 entry.begin(leased.get(entry.worker), at)
                 if entry.slot is None:
-                    log.warning("redis: no slot is free, a worker's spans are not shared %s", fields(slots=NUM_SLOTS))
+                    self._warn("no slot is free, a worker's spans are not shared", slots=NUM_SLOTS)
 
     async def _value(self, name: bytes) -> bytes | None:
         return (await values_of(self._control, [name], _MAX_NAME_BYTES))[0]
@@ -336,30 +303,36 @@ class RedisIndex:
                 if self._may_write(entry):
                     await self._write_pending(entry)
 
-    async def _write_pending(self, entry: _Worker) -> None:
+    async def _write_pending(self, entry: IndexedWorker) -> None:
         """Write what is pending; what fails, or may not be written now, waits for the next successful heartbeat."""
         slot, num_slots = entry.slot, entry.num_slots
         pending, entry.pending = list(entry.pending.items()), {}
-        for begin in range(0, len(pending), _BATCH):
+        for begin in range(0, len(pending), BATCH):
             try:
                 if not self._may_write(entry):
                     raise TimeoutError("the slots were not read for too long")
-                await self._write_batch(slot, dict(pending[begin : begin + _BATCH]))
+                await self._write_batch(slot, dict(pending[begin : begin + BATCH]))
                 entry.unwritten_for = ""
             except FAILURES as error:
                 entry.unwritten_for = fault_of(error)
-                if now() - self._logged_at > _LOG_INTERVAL_S:
-                    self._logged_at = now()
-                    log.warning("redis: index events were not written %s", fields(error=describe_error(error)))
+                self._warn("index events were not written", error=describe_error(error))
                 if entry.num_slots == num_slots:
-                    entry.pending = {**dict(pending[begin:]), **entry.pending}
+                    entry.put_back(dict(pending[begin:]))
                 return
             if entry.num_slots != num_slots:
                 return  # the worker has another slot, for which all that it holds is pending
+            if entry.has_left_out:
+                entry.is_given_up = True
+                return
 
-    def _may_write(self, entry: _Worker) -> bool:
+    def _may_write(self, entry: IndexedWorker) -> bool:
         at = now()
         return entry.may_write(at) and self._slots.are_known(at) and not self.is_disabled
+
+    def _warn(self, text: str, **values: object) -> None:
+        if now() - self._warned_at.get(text, _NEVER) > _LOG_INTERVAL_S:
+            self._warned_at[text] = now()
+            log.warning("redis: %s %s", text, fields(**values))
 
     async def _write_batch(self, slot: int, spans: Mapping[bytes, bool]) -> None:
         """Write one batch, wholly or not at all. Raises one of FAILURES, after which either may be the case."""
@@ -368,6 +341,7 @@ class RedisIndex:
         looked = [names[span] for span, sealed in spans.items() if retired or not sealed]
         bits = dict(zip(looked, bit_sets(await values_of(self._control, looked, NUM_BYTES)))) if looked else {}
         async with self._control.pipeline(transaction=True) as batch:
+            self._slots.beat(batch)
             for span, sealed in spans.items():
                 name = names[span]
                 if not sealed and not bits[name] & ~retired & ~own:
@@ -377,20 +351,19 @@ class RedisIndex:
                     batch.setbit(name, other, 0)  # before the time to live is renewed
                 batch.setbit(name, slot, int(sealed))
                 batch.expire(name, KV_TTL_S)
-            self._slots.beat(batch)
             async with asyncio.timeout(_CONTROL_TIMEOUT_S):  # for all answers: the client's own timeout holds for each
                 answers = await batch.execute(raise_on_error=False)
         for answer in answers:
             if isinstance(answer, Exception) and not _is_of_the_key(answer):
                 raise answer
-        self._slots.note_beat()
+        self._slots.note_beat(answers[0])
 
 
 def _writer_name(worker: bytes) -> bytes:
     return b"baton:writer:" + worker
 
 
-def _parts(entries: Sequence[_Worker], most: int) -> Iterator[Sequence[_Worker]]:
+def _parts(entries: Sequence[IndexedWorker], most: int) -> Iterator[Sequence[IndexedWorker]]:
     return (entries[begin : begin + most] for begin in range(0, len(entries), most))
 
 

@@ -9,10 +9,9 @@ gateway does the same with the slot of a worker that has no writer any more. Bit
 are cleared before a span's time to live is renewed, so that none is left when the slot is free again.
 
 A Redis that was restored from an older copy has old bits. Its counter of batches is old too, which shows this: each
-batch writes the counter.
+batch reads the counter and writes it.
 """
 
-import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import methodcaller
 
@@ -29,8 +28,6 @@ KNOWN_S = 5.0  # how long the slots that were read are valid
 RETIRED = b"retired"
 _MAX_NAME_BYTES = 64
 _LOOK_S = 10.0  # between two searches for slots of workers without a writer
-
-log = logging.getLogger(__name__)
 
 
 class SlotLeases:
@@ -61,7 +58,7 @@ class SlotLeases:
         """Read which worker has which slot, and whether Redis was restored from an older copy."""
         names, num_beats = [*map(_name, range(NUM_SLOTS)), self._beat_name], self._num_beats
         *self._holders, beat = await values_of(self._client, names, _MAX_NAME_BYTES)
-        if beat is not None and beat.isdigit() and int(beat) < num_beats:
+        if _is_behind(beat, num_beats):
             self._went_back, self._num_beats = True, int(beat)
         self.worker_bits = worker_bits_of([None if holder == RETIRED else holder for holder in self._holders])
         self.retired = mask_of(slot for slot, holder in enumerate(self._holders) if holder == RETIRED)
@@ -76,19 +73,20 @@ class SlotLeases:
         return {worker for worker, is_there in zip(workers, answers, strict=True) if is_there}
 
     def beat(self, batch: Pipeline) -> None:
-        """Add the counter of batches to a batch of bits. Only one batch is written at a time."""
+        """Begin a batch of bits: read the counter of batches and raise it. Only one batch is written at a time."""
+        batch.getrange(self._beat_name, 0, _MAX_NAME_BYTES)
         batch.set(self._beat_name, self._num_beats + 1, ex=SLOT_TTL_S)
 
-    def note_beat(self) -> None:
-        """Count a batch that Redis has confirmed."""
+    def note_beat(self, before: object) -> None:
+        """Count a batch that Redis has confirmed, and that found the counter `before`."""
+        if _is_behind(before, self._num_beats):
+            self._went_back = True
         self._num_beats += 1
 
     def went_back(self) -> bool:
         """Return, once for each time, whether Redis has forgotten batches that it had confirmed. Then no slot may be
         kept: bits written since are missing, and bits cleared since are there."""
         went_back, self._went_back = self._went_back, False
-        if went_back:
-            log.warning("redis: it came back with what it had saved before, all is written again")
         return went_back
 
     async def claim(self, slots: Mapping[bytes, int]) -> set[bytes]:
@@ -142,6 +140,10 @@ class SlotLeases:
         self._unwritten = {worker: self._unwritten.get(worker, at) for worker in missing}
         orphans = [worker for worker, since in self._unwritten.items() if at - since >= ORPHAN_S]
         await self.retire(self.slots_beside(dict.fromkeys(orphans)))
+
+
+def _is_behind(beat: object, num_beats: int) -> bool:
+    return isinstance(beat, bytes) and beat.isdigit() and int(beat) < num_beats
 
 
 def _name(slot: int) -> bytes:

@@ -120,8 +120,8 @@ class TenantBucket:
         self.elsewhere[gateway] = counts, taken
 
     def _most_taken(self, at: float) -> int:
-        """Return how many tokens other gateways may take now. Before they hear of each other, each lets in what is left,
-        a burst at most, and one request more."""
+        """Return how many tokens other gateways may take now. Before they hear of each other, each lets in what is
+        left, a burst at most, and one request more."""
         num_gateways = 1 + len(self.elsewhere)
         lowest = -2 * num_gateways * max(self.quota.burst_tokens, self._largest)
         return max(0, math.floor(self.balance(at) - lowest))

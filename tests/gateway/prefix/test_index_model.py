@@ -125,8 +125,12 @@ class Batch:
     def setbit(self, *args):
         self._work.append(lambda memory: memory.setbit(*args))
 
-    def set(self, *args, **options):
-        self._work.append(lambda memory: memory.set_if(*args, **options))
+    def set(self, name, value, **options):
+        value = b"%d" % value if isinstance(value, int) else value
+        self._work.append(lambda memory: memory.set_if(name, value, **options))
+
+    def getrange(self, name, begin, end):
+        self._work.append(lambda memory: (memory.get(name) or b"")[begin : end + 1])
 
     def expire(self, *args):
         self._work.append(lambda memory: memory.expire(*args))

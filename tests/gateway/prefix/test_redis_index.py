@@ -3,13 +3,16 @@
 import asyncio
 import contextlib
 import hashlib
+import inspect
+import itertools
 
 import pytest
+import redis
 from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.v1 import worker_pb2 as pb
-from gateway.prefix import redis_index, slot_leases
+from gateway.prefix import indexed_worker, redis_index, slot_leases
 from gateway.prefix.prefix_matches import Matches
 from gateway.prefix.redis_index import RedisIndex, SecretDiffers
 from gateway.prefix.slot_leases import KV_TTL_S
@@ -198,16 +201,70 @@ async def test_what_only_writes_need_is_told_too_and_not_at_every_batch(server, 
         await finds(a, WORKER, 5)
 
 
-@pytest.mark.parametrize("slot", [None, 3])
-async def test_a_worker_that_begins_anew_has_nothing_unwritten(slot):
-    """One without a slot, or that holds nothing, has no batch that could say so."""
+async def test_a_worker_that_begins_anew_has_nothing_unwritten():
+    """One that holds nothing has no batch that could say so."""
     made = RedisIndex("redis://127.0.0.1:1/0", b"a")
     made.join(WORKER, lambda: None)
     entry = made._workers[WORKER]
     entry.is_ours, entry.unwritten_for = True, "its memory is full"
     assert made.down == "its memory is full"
-    entry.begin(slot, 0.0)
+    entry.begin(3, 0.0)
     assert not made.down
+
+
+async def answers(client) -> bool:
+    with contextlib.suppress(redis.exceptions.ConnectionError):
+        return await client.ping()
+    return False
+
+
+@pytest.mark.parametrize("slot", [b"retired", b"of others", b"too long" * 100], ids=["retired", "others", "long"])
+async def test_that_no_slot_is_free_is_told_and_not_at_every_heartbeat(server, slot, caplog, monkeypatch):
+    monkeypatch.setattr(redis_index, "_HEARTBEAT_S", 0.05)
+    server.client.mset({f"baton:slot:{number}": slot for number in range(NUM_SLOTS)})
+    async with index(server, b"a") as a:
+        a.join(OTHER, lambda: None)
+        await until(lambda: a.down == "no slot is free")
+        await until(lambda: all(entry.num_slots > 5 for entry in a._workers.values()))
+        assert a.down == "no slot is free" and caplog.text.count("no slot is free") == 1
+        server.client.delete("baton:slot:3", "baton:slot:4")
+        monkeypatch.setattr(slot_leases, "GIVE_UP_S", 0.1)  # the slots had others a moment ago
+        await until(lambda: not a.down)
+
+
+async def test_what_cannot_be_written_for_long_takes_no_more_and_more_memory(server, monkeypatch):
+    """Of a small pool that turns over, where heartbeats succeed and writes do not: once they do, all is right again."""
+    monkeypatch.setattr(redis_index, "_HEARTBEAT_S", 0.05)
+    async with index(server, b"a") as a:
+        await until(lambda: a.snapshots)
+        a.apply(WORKER, snapshot(*SPANS))
+        await finds(a, WORKER, 20)
+        rights = {"enabled": True, "nopass": True, "keys": ["*"], "categories": ["+@all"]}
+        server.client.acl_setuser("default", **rights, commands=["-multi"])
+        entry, chains = a._workers[WORKER], [SPANS, *([hashlib.sha256(b"%d" % n).digest()] for n in range(1000))]
+        for seq, (old, new) in enumerate(itertools.pairwise(chains), 1):
+            a.apply(WORKER, pb.BlockEvents(seq=seq, sealed=new, evicted=old))
+            if seq % 100 == 0:
+                await until(lambda: entry.unwritten_for and len(entry.pending) < 200)
+        server.client.acl_setuser("default", **rights)
+        await until(lambda: entry.num_slots == 2 and not a.down)
+        await finds(a, WORKER, 1, chains[-1])
+        await finds(a, WORKER, 0)
+
+
+async def test_what_fails_is_tried_again_at_heartbeats_alone(server, caplog):
+    """Not with each event: that took the loop a copy of all that waits, fifty times a second."""
+    async with index(server, b"a") as a:
+        await until(lambda: a.snapshots)
+        a.apply(WORKER, snapshot(*SPANS[:5]))
+        await finds(a, WORKER, 5)
+        server.client.config_set("maxmemory", "1")
+        server.client.config_set("maxmemory-policy", "noeviction")
+        a.apply(WORKER, pb.BlockEvents(seq=1, sealed=SPANS[5:6]))
+        await until(lambda: a.down)
+        a._written.clear()
+        a.apply(WORKER, pb.BlockEvents(seq=2, sealed=SPANS[6:7]))
+        assert not a._written.is_set()
 
 
 class RestoredRedis(RedisServer):
@@ -217,8 +274,10 @@ class RestoredRedis(RedisServer):
         return [*super()._argv(), "--dbfilename", "saved.rdb"]
 
 
-async def test_one_that_comes_back_with_what_it_saved_before_says_nothing_of_then(tmp_path, monkeypatch):
-    """Its connections fail for less than a heartbeat: nothing else shows that it has forgotten a minute, or a batch."""
+@pytest.mark.parametrize("is_written", [False, True])
+async def test_one_that_comes_back_with_what_it_saved_before_says_nothing_of_then(is_written, tmp_path, monkeypatch):
+    """Its connections fail for less than a heartbeat: nothing else shows that it has forgotten a minute, or a batch. A
+    batch that is written before the next heartbeat does not hide it."""
     monkeypatch.setattr(redis_index, "_HEARTBEAT_S", 3.0)
     evicted, held = SPANS[:5], SPANS[5:12]
     with RestoredRedis(tmp_path) as server:
@@ -232,6 +291,10 @@ async def test_one_that_comes_back_with_what_it_saved_before_says_nothing_of_the
             await finds(b, WORKER, 7, held)
             server.kill()
             server.start()
+            if is_written:
+                await until(lambda: answers(a._control))
+                a.apply(WORKER, pb.BlockEvents(seq=2, sealed=SPANS[12:13]))
+                await until(lambda: server.client.exists(b"kv:" + SPANS[12][:16]))
             await finds(b, WORKER, 7, held)
             await finds(b, WORKER, 0, evicted)
 
@@ -358,7 +421,7 @@ def short_lives(monkeypatch):
     for module, name, seconds in (
         (redis_index, "KV_TTL_S", 3), (redis_index, "_REFRESH_S", 1.0), (redis_index, "_HEARTBEAT_S", 0.1),
         (redis_index, "WRITER_TTL_S", 1), (redis_index, "GIVE_UP_S", 1.0), (slot_leases, "GIVE_UP_S", 1.0),
-        (slot_leases, "ORPHAN_S", 1.0), (slot_leases, "SLOT_TTL_S", 5),
+        (indexed_worker, "GIVE_UP_S", 1.0), (slot_leases, "ORPHAN_S", 1.0), (slot_leases, "SLOT_TTL_S", 5),
     ):  # fmt: skip
         monkeypatch.setattr(module, name, seconds)
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import inspect
 import hashlib
 
 from baton.v1 import worker_pb2 as pb
@@ -35,7 +36,7 @@ async def index(server, name: bytes, worker: bytes | None = WORKER, fingerprint:
 async def until(is_true) -> None:
     """Wait for a condition, which may be a coroutine function."""
     async with asyncio.timeout(patience(10)):
-        while not (await is_true() if asyncio.iscoroutinefunction(is_true) else is_true()):
+        while not (await told if inspect.isawaitable(told := is_true()) else told):
             await asyncio.sleep(0.01)
 
 
