@@ -77,6 +77,7 @@ class RedisIndex:
         self._written, self._joined = asyncio.Event(), asyncio.Event()
         self._lost_for = ""  # why the last heartbeat failed: lookups would fail likewise
         self._warned_at: dict[str, float] = {}
+        self._is_slow = False  # the last heartbeat: names of writers may lapse before the next one
         self.is_disabled = False
 
     # ---- PrefixIndex ----
@@ -147,7 +148,8 @@ class RedisIndex:
         if self.is_disabled:
             return "another cluster secret is in use there"
         faults = (entry.unwritten_for for entry in self._workers.values() if entry.is_ours)
-        return self._lost_for or next(filter(None, faults), "" if self._breaker.is_closed else "it does not answer")
+        is_late = self._is_slow or not self._breaker.is_closed
+        return self._lost_for or next(filter(None, faults), "it does not answer in time" if is_late else "")
 
     # ---- beside the requests ----
 
@@ -182,21 +184,23 @@ class RedisIndex:
 
     async def _beat_once(self) -> None:
         """Send a heartbeat, and note why it failed if it did."""
+        began_at = now()
         try:
-            if not self.is_disabled:
-                await self._heartbeat(now())
-            if self._lost_for:
+            await self._heartbeat(began_at)
+            if self._lost_for or self.is_disabled:
                 log.info("redis: back")
-            self._lost_for = ""
+            self._lost_for, self.is_disabled = "", False
         except SecretDiffers as error:
+            if not self.is_disabled:
+                log.error("redis: not used as long as this is so %s", fields(error=error))
             self.is_disabled = True
-            log.error("redis: not used any more %s", fields(error=error))
         except FAILURES as error:
             if not self._lost_for:
                 log.warning("redis: lost, serving without it %s", fields(error=describe_error(error)))
             self._lost_for = fault_of(error)
             for entry in self._workers.values():
                 entry.refreshed_at = _NEVER
+        self._is_slow = now() - began_at > WRITER_TTL_S / 3
 
     async def _pause(self) -> None:
         """Wait until the next heartbeat is due, or a worker has joined."""
@@ -219,7 +223,13 @@ class RedisIndex:
                 self._written.set()
         self._left = {worker: entry for worker, entry in self._left.items() if at - entry.left_at < GIVE_UP_S}
         if not self._breaker.is_closed:
-            await self._hot.ping()
+            await self._try_lookups()
+
+    async def _try_lookups(self) -> None:
+        """Have lookups made again if two round trips, the most that one takes, fit into its budget."""
+        began_at = now()
+        found = [await self._ask([bytes(NAME_BYTES)]) for _ in range(2)]
+        if None not in found and now() - began_at < BUDGET_S:
             self._breaker.succeeded()
 
     async def _retire(self, at: float) -> None:
@@ -238,24 +248,20 @@ class RedisIndex:
 
     async def _hold_writers(self, entries: Sequence[IndexedWorker]) -> None:
         """Make sure that one gateway writes each worker's events. If two do for a moment, both write the same."""
-        ours = await self._held_names([_writer_name(entry.worker) for entry in entries])
+        names = [_writer_name(entry.worker) for entry in entries]
+        holders = await values_of(self._control, names, _MAX_NAME_BYTES)
+        asked = {}
+        for entry, name, holder in zip(entries, names, holders, strict=True):
+            if holder == self._gateway:
+                asked[entry.worker] = methodcaller("expire", name, WRITER_TTL_S)
+            elif holder is None and (entry.is_ours or not self._is_slow):  # else its writer may be just as slow
+                asked[entry.worker] = methodcaller("set", name, self._gateway, nx=True, ex=WRITER_TTL_S)
+        answers = await answers_of(self._control, list(asked.values()), _CONTROL_TIMEOUT_S)
+        ours = {worker for worker, is_held in zip(asked, answers, strict=True) if is_held}
         for entry in entries:
-            was_ours, entry.is_ours = entry.is_ours, _writer_name(entry.worker) in ours
+            was_ours, entry.is_ours = entry.is_ours, entry.worker in ours
             if entry.is_ours and not was_ours:
                 entry.feed.subscribe()
-
-    async def _held_names(self, names: Sequence[bytes]) -> set[bytes]:
-        """Take the names that are free and renew those that this gateway holds; return all of these."""
-        holders = await values_of(self._control, names, _MAX_NAME_BYTES)
-        asked = {
-            name: methodcaller("expire", name, WRITER_TTL_S)
-            if holder == self._gateway
-            else methodcaller("set", name, self._gateway, nx=True, ex=WRITER_TTL_S)
-            for name, holder in zip(names, holders, strict=True)
-            if holder in (self._gateway, None)
-        }
-        answers = await answers_of(self._control, list(asked.values()), _CONTROL_TIMEOUT_S)
-        return {name for name, is_held in zip(asked, answers, strict=True) if is_held}
 
     async def _hold_slots(self, at: float) -> None:
         """Make sure that each worker whose events this gateway writes has a slot. The slots were read just now."""

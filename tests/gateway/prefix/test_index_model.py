@@ -81,11 +81,13 @@ class Client:
     def __init__(self, memory: Memory, clock: Clock):
         self._memory, self._clock = memory, clock
         self.is_cut = self.loses_answers = False
+        self.trip_s = 0.0
         self.num_trips = self.num_commands = 0
 
     async def _do(self, work, num_commands: int = 1):
         self.num_trips, self.num_commands = self.num_trips + 1, self.num_commands + num_commands
         await asyncio.sleep(0)
+        self._clock.now += self.trip_s
         if self.is_cut:
             raise redis.exceptions.ConnectionError("cut")
         done = work()
@@ -471,6 +473,28 @@ async def test_a_writer_stays_one(clock):
     await world.pass_time(3 * redis_index.WRITER_TTL_S)
     assert world.memory.get(b"baton:writer:" + worker) == writer
     assert world.gateways[-1].index._workers[worker].num_slots == 1
+
+
+async def test_a_slow_redis_uses_up_no_slots(clock):
+    """Heartbeats take longer there than names of writers last: gateways took the workers from each other in turn."""
+    world = World(1, clock)
+    for _ in range(3):
+        world.a_worker_comes()
+    for worker in world.workers:
+        worker.change(sealed=SPANS)
+    await world.settle()
+    for gateway in world.gateways:
+        gateway.index._fingerprint, gateway.client.trip_s = b"f" * 16, 0.5
+    for _ in range(120):
+        clock.now += BEAT_S
+        await asyncio.gather(*(gateway.live() for gateway in world.gateways))
+    assert {gateway.index.down for gateway in world.gateways} == {"it does not answer in time"}
+    for gateway in world.gateways:
+        gateway.client.trip_s = 0.0
+    await world.settle()
+    await world.check()
+    entries = [entry for gateway in world.gateways for entry in gateway.index._workers.values()]
+    assert sum(entry.num_slots for entry in entries) <= 2 * len(world.workers)
 
 
 async def test_what_is_evicted_while_no_session_stands_is_written(clock):

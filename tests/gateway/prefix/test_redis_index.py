@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import hashlib
-import inspect
 import itertools
 
 import pytest
@@ -18,6 +17,7 @@ from gateway.prefix.redis_index import RedisIndex, SecretDiffers
 from gateway.prefix.slot_leases import KV_TTL_S
 from gateway.prefix.worker_bitmap import NUM_SLOTS, bit_sets, worker_bits_of
 from tests.gateway.calls import generate
+from tests.support.faults.proxy import FaultProxy
 from tests.support.gateway.redis_index import OTHER, SPANS, WORKER, finds, index, snapshot, until
 from tests.support.redis_server import RedisServer
 
@@ -115,6 +115,26 @@ async def test_another_secret_refuses(server):
     async with index(server, b"a"):
         with pytest.raises(SecretDiffers):
             await RedisIndex(server.url, b"b").check_secret(b"g" * 16)
+
+
+async def test_another_secret_there_counts_for_as_long_as_it_is_there(server, caplog, monkeypatch):
+    monkeypatch.setattr(redis_index, "_HEARTBEAT_S", 0.05)
+    async with index(server, b"a") as a:
+        await until(lambda: a.snapshots)
+        a.apply(WORKER, snapshot(*SPANS[:5]))
+        await finds(a, WORKER, 5)
+        server.client.set("baton:secret", b"of another cluster")
+        await until(lambda: a.down == "another cluster secret is in use there")
+        assert await a.lookup(SPANS) == {}
+        a.apply(WORKER, pb.BlockEvents(seq=1, sealed=SPANS[5:8], evicted=SPANS[3:4]))
+        await until(lambda: not a._joined.is_set())
+        a._joined.set()  # another heartbeat
+        await until(lambda: not a._joined.is_set())
+        assert a.is_disabled and caplog.text.count("not used") == 1
+        server.client.delete("baton:secret")
+        await until(lambda: not a.down)
+        await finds(a, WORKER, 3)
+        await finds(a, WORKER, 4, SPANS[4:])
 
 
 async def test_a_dead_redis_is_a_miss(server):
@@ -319,6 +339,43 @@ async def test_a_frozen_redis_costs_the_budget_and_then_nothing(server):
         del a._ask
         server.thaw()
         await finds(a, WORKER, 5)
+
+
+@pytest.mark.parametrize("is_slow", [False, True], ids=["lacks a right", "slow"])
+async def test_lookups_stay_off_for_as_long_as_they_cannot_succeed(is_slow, server, caplog, monkeypatch):
+    """One round trip and other names may do: that turned them on at each heartbeat, and three lookups off again."""
+    monkeypatch.setattr(redis_index, "_HEARTBEAT_S", 0.05)
+    proxy = FaultProxy(f"127.0.0.1:{server.port}")
+    server.url = f"redis://{proxy.address}/0"
+    rights = {"enabled": True, "nopass": True, "categories": ["+@all"], "reset_keys": True}
+    chain = [hashlib.sha256(b"long%d" % i).digest() for i in range(100)]
+    async with index(server, b"a") as a:
+        await until(lambda: a.snapshots)
+        a.apply(WORKER, snapshot(*chain[:70]))
+        await finds(a, WORKER, 70, chain)
+        if is_slow:
+            proxy.delay(0.015)  # there and back twice is more than the budget, and once is less
+        else:
+            server.client.acl_setuser("default", **rights, keys=["baton:*"])
+        beats, try_lookups = [], a._try_lookups
+
+        async def counted() -> None:
+            beats.append(1)
+            await try_lookups()
+
+        a._try_lookups = counted
+
+        async def asked_for_some_beats() -> bool:
+            await a.lookup(chain)
+            return len(beats) > 4
+
+        await until(asked_for_some_beats)
+        assert a.down and caplog.text.count("lookups are") == 1
+        proxy.delay(0.0)
+        server.client.acl_setuser("default", **rights, keys=["*"])
+        await finds(a, WORKER, 70, chain)
+        await until(lambda: not a.down)
+    proxy.close()
 
 
 async def test_lookups_that_fail_together_are_one_failure(server):

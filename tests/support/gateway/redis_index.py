@@ -2,8 +2,8 @@
 
 import asyncio
 import contextlib
-import inspect
 import hashlib
+import inspect
 
 from baton.v1 import worker_pb2 as pb
 from gateway.prefix.redis_index import RedisIndex
