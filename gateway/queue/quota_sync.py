@@ -25,7 +25,7 @@ from baton.service.clock import now
 from baton.service.logs import fields
 from baton.service.security.credentials import TENANT
 from baton.tasks import is_cancelled
-from gateway.queue.quotas import Quotas
+from gateway.queue.quotas import MAX_COUNTED, Quotas
 from gateway.queue.token_bucket import UsageCounts
 from gateway.store.redis_client import make_client
 
@@ -48,6 +48,7 @@ class SharedUsage:
         """Prepare the exchange through the Redis at `url`. Raises ValueError for a malformed URL."""
         self._quotas, self._gateway = quotas, gateway.hex()
         self._client = make_client(url, 1.0, 1)
+        self._told: dict[str, tuple[object, dict[str, UsageCounts]]] = {}  # gateway -> its latest value, and as read
         self._answered_at = now()
         self._was_up = True
 
@@ -87,7 +88,15 @@ class SharedUsage:
             for name in names:
                 batch.getrange(_name(name), 0, _MAX_BYTES)
             values = await batch.execute(raise_on_error=False)
-        return {name: counts for name, value in zip(names, values, strict=True) if (counts := read_counts(value))}
+        self._told = {name: await self._read(name, value) for name, value in zip(names, values, strict=True)}
+        return {name: counts for name, (_, counts) in self._told.items() if counts}
+
+    async def _read(self, name: str, value: object) -> tuple[object, dict[str, UsageCounts]]:
+        """Return a gateway's value and the counts in it. Each takes a turn of the loop: 6 ms at worst."""
+        if (known := self._told.get(name)) and known[0] == value:
+            return known
+        await asyncio.sleep(0)
+        return value, read_counts(value)
 
 
 def _name(gateway: str) -> str:
@@ -110,7 +119,9 @@ def read_counts(value: object) -> dict[str, UsageCounts]:
         tenants = json.loads(value)
     except (ValueError, RecursionError):
         return {}
-    if not isinstance(tenants, dict) or not all(map(_is_good, tenants, tenants.values())):
+    if not isinstance(tenants, dict) or len(tenants) > MAX_COUNTED:
+        return {}
+    if not all(map(_is_good, tenants, tenants.values())):
         return {}
     return {tenant: UsageCounts(*numbers) for tenant, numbers in tenants.items()}
 
