@@ -44,7 +44,7 @@ ATTACKER_TIMEOUT_S = 600.0  # for an attacker
 class AttackedStack:
     """`with`: the stack runs. `kv`: the transport that its KV takes; doors of the others are open all the same."""
 
-    def __init__(self, model: Path, folder: Path, kv: str, fork_server: ForkServer):
+    def __init__(self, model: Path, folder: Path, kv: str, fork_server: ForkServer | None = None):
         folder.mkdir(parents=True, exist_ok=True)
         self.kv = kv
         self._made = made = install(folder / "certs", "--tenant", QUIET_TENANT)
