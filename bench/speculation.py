@@ -39,8 +39,9 @@ from tests.support import bare_engine
 ROOT = Path(__file__).resolve().parents[1]
 TARGET = ROOT / "demo" / "target"
 FOLDERS = {"ngram": None, **{name: ROOT / "demo" / name for name in ("draft", "medusa", "eagle")}}
-SEEDS = {"edit": 2.5, "code": 1.8, "shuffled": 1.3}  # times plain, as published for such texts
+PUBLISHED = {"edit": 2.5, "code": 1.8, "shuffled": 1.3}  # times plain, for such texts
 GOALS = {("edit", "ngram"): 2.5, ("code", "best"): 1.8}
+NOISE = 0.05  # between two plain runs: if they differ as much, a low end says nothing
 BATCHES = (1, 4, 16, 64)
 WARM_ROUNDS = 8  # of a text
 FIXED_WIDTH = 4  # of the acceptance rows
@@ -195,7 +196,7 @@ def compare(report: Report, arms: dict[str, Arm], texts: Texts, text: str, num_r
     for proposer, speed in found.items():
         goal = GOALS.get((text, proposer))
         report.add(
-            f"{name}: {proposer} over plain (seeds {SEEDS[text]} x)", speed, "tokens/s", against=plain,
+            f"{name}: {proposer} over plain (published: {PUBLISHED[text]} x)", speed, "tokens/s", against=plain,
             goal=f"ratio >= {goal}" if goal else "",
         )  # fmt: skip
     report.add(f"{name}: A/A, plain over plain", again, "tokens/s", against=plain)
@@ -280,15 +281,17 @@ def never_below(report: Report, arms: dict[str, Arm], texts: Texts, batch_size: 
 
 
 def low_ends(report: Report, runs: dict[str, list[Decoded]], name: str) -> None:
-    """Check that there is never a loss in CPU time, round by round, against the mean of the two plain runs."""
+    """Check that there is never a loss in CPU time, round by round, against the mean of the two plain runs. Where those
+    differ by as much as a loss would, nothing is said."""
     speeds = {arm: [run.tokens_per_cpu_s for run in each] for arm, each in runs.items()}
     pairs = list(zip(speeds.pop("plain"), speeds.pop("plain again"), strict=True))
     low, high = interval([again / plain for plain, again in pairs])
     spread = max(1 - low, high - 1, 0.0)
-    report.add(f"{name}: A/A spread", spread, "of 1", goal="value < 0.05")
+    report.add(f"{name}: A/A spread", spread, "of 1", goal=f"value < {NOISE}")
+    void = f": VOID, two plain runs differ by {NOISE:.0%} or more" if spread >= NOISE else ""
     for arm in sorted(speeds):
         low, _ = interval([2 * speed / sum(pair) for speed, pair in zip(speeds[arm], pairs, strict=True)])
-        report.add(f"{name}: {arm} over plain, low end", low, "x", goal=f"value >= {0.98 - spread:.3f}")
+        report.add(f"{name}: {arm} over plain, low end{void}", low, "x", goal="" if void else "value >= 0.98")
 
 
 def interval(values: Sequence[float]) -> tuple[float, float]:
@@ -353,9 +356,9 @@ def main() -> int:
     arms |= {name: Arm.load(speculator=name, draft_model=folder) for name, folder in found.items()}
     arms["auto"] = Arm.load(speculator="auto", draft_model=found["eagle"])
     gc.freeze()  # the collector need not examine what is loaded now
-    for text in SEEDS:
+    for text in PUBLISHED:
         acceptance(report, arms, texts, text, 1 if quick else 8)
-    for text in SEEDS:
+    for text in PUBLISHED:
         compare(report, arms, texts, text, 3 if quick else 48)
     looking = {"plain": plain, "ngram": arms["ngram"], "suffix": Arm.load(speculator="suffix")}
     asked_again(report, looking, texts, 3 if quick else 48)
