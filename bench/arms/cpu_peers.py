@@ -78,6 +78,7 @@ class Transformers:
             num_hidden_layers=num_layers, num_attention_heads=LLAMA.num_heads, num_key_value_heads=LLAMA.num_kv_heads,
             head_dim=LLAMA.head_dim, max_position_embeddings=1024, tie_word_embeddings=False,
         )  # fmt: skip
+        self.name = f"transformers {str(dtype).removeprefix('torch.')}"
         self._model = LlamaForCausalLM._from_config(config, dtype=dtype).eval()
 
     @torch.inference_mode()

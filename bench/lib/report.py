@@ -5,13 +5,14 @@ import datetime
 import functools
 import importlib.metadata
 import json
+import operator
 import os
 import platform
 import statistics
 import sys
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -21,6 +22,7 @@ from baton.loadgen.summary import percentile
 
 Measured = TypeVar("Measured")
 
+_OPERATORS = {">=": operator.ge, "<=": operator.le, "<": operator.lt, ">": operator.gt}
 PACKAGES = ("torch", "grpcio", "protobuf", "tokenizers", "redis")
 
 
@@ -65,6 +67,14 @@ class Report:
         self.rows.append(made)
         print(_line(made), flush=True)
         return made
+
+    def bound(self, name: str, limit: float | None, tolerance: float) -> None:
+        """Give a row its limit, where it is known only at the end of a run; none if the row exceeds `tolerance` times
+        it, since such a limit was disturbed."""
+        index = next(index for index, row in enumerate(self.rows) if row.row == name)
+        if limit is not None and self.rows[index].value <= tolerance * limit:
+            self.rows[index] = replace(self.rows[index], limit=limit)
+            print(f"{name}: limit {limit:.4g}")
 
     @property
     def all_rows(self) -> list[Row]:
@@ -194,11 +204,13 @@ def versions() -> dict[str, str]:
 def _is_met(goal: str, value: float, ratio: float | None) -> bool | None:
     if not goal:
         return None
-    what, operator, number = goal.split()
+    what, sign, number = goal.split()
     measured = {"value": value, "ratio": ratio}[what]
     if measured is None:
         raise ValueError(f"goal {goal!r} needs something to measure against")
-    return {">=": measured >= float(number), "<=": measured <= float(number), "<": measured < float(number)}[operator]
+    if sign not in _OPERATORS:
+        raise ValueError(f"goal {goal!r}: {sign!r} is none of {' '.join(_OPERATORS)}")
+    return _OPERATORS[sign](measured, float(number))
 
 
 _HEADER = f"{'row':44} {'value':>10} {'unit':12} {'against':>10} {'limit':>10} {'ratio':>7}  goal"

@@ -24,11 +24,27 @@ from tests.support.process import ROOT
         (120, None, "value < 120", None, False),
         (0, None, "value <= 0", None, True),
         (5, 4, "", 1.25, None),
+        (4, 4, "ratio > 1", 1.0, False),
     ],
 )
 def test_a_row_has_its_ratio_and_whether_it_meets_its_goal(value, against, goal, ratio, met):
     row = report.Report("python bench/x.py", True).add("row", value, "s", against=against, goal=goal)
     assert (row.ratio, row.met) == (ratio, met)
+
+
+def test_a_goal_with_an_unknown_sign_is_named():
+    with pytest.raises(ValueError, match=r"goal 'value => 1': '=>' is none of >= <= < >"):
+        report.Report("python bench/x.py", True).add("row", 1, "s", goal="value => 1")
+
+
+@pytest.mark.parametrize(
+    "value, limit, known", [(1.0, 2.0, 2.0), (2.05, 2.0, 2.0), (2.2, 2.0, None), (1.0, None, None)]
+)
+def test_a_limit_that_a_row_exceeds_is_none(value, limit, known):
+    made = report.Report("python bench/x.py", True)
+    made.add("row", value, "s")
+    made.bound("row", limit, 1.05)
+    assert made.rows[0].limit == known
 
 
 def test_arms_take_turns():
