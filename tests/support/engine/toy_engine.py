@@ -9,16 +9,18 @@ from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import torch
 
 from baton.engine.core.batch import SeqSlice
 from baton.engine.core.config import EngineConfig
-from baton.engine.core.request import FinishReason, Key, Request
+from baton.engine.core.request import FinishReason, Key, Request, TokenLogprobs
 from baton.engine.engine import Engine
 from baton.engine.kv.block_pages import num_block_ids
 from baton.engine.kv.pool import KVPool
-from baton.engine.sampling.sampler import Sampler, SampleRow
+from baton.engine.sampling.penalties import changes
+from baton.engine.sampling.sampler import Sampled, Sampler, sample_row
 from baton.sampling_params import SamplingParams
 from kvtransfer.layout import STATE, KVGroup, KVLayout
 from kvtransfer.naming import SpanHash, chain_hashes
@@ -153,24 +155,43 @@ def engine_request(name: str, token_ids: Sequence[int], max_tokens: int = 8, att
     return Request(Key(name, attempt), tuple(token_ids), num_prompt, sampling, max_tokens, **names, **options)
 
 
-def toy_answer(request: Request, window: int = 1 << 30) -> dict[int, tuple[list[int], FinishReason]]:
-    """Return the expected answer of every choice, computed without engine, blocks or batches. No penalties."""
-    sampler, answers = Sampler(), {}
+class WholeChoice(NamedTuple):
+    """One choice of an undisturbed answer."""
+
+    token_ids: list[int]
+    reason: FinishReason
+    logprobs: list[TokenLogprobs]
+
+
+def toy_choices(request: Request, window: int = 1 << 30, max_model_len: int = 1 << 30) -> dict[int, WholeChoice]:
+    """Return the expected answer of every choice, computed without engine, blocks or batches."""
+    sampler, choices = Sampler(), {}
     for choice in range(request.sampling.n):
-        tokens = list(request.token_ids)
-        while True:
-            num_output = len(tokens) - request.num_prompt_tokens
-            banned = request.stop_token_ids if num_output < request.min_tokens else frozenset()
-            row = SampleRow(request.sampling, choice, len(tokens), (), (), banned)
-            tokens.append(sampler.sample(toy_logits(tokens[-window:]).unsqueeze(0), [row])[0].token_id)
-            if tokens[-1] in request.stop_token_ids:
+        token_ids, logprobs, reason = list(request.token_ids), [], None
+        while reason is None:
+            drawn = _next(sampler, request, choice, token_ids, window)
+            token_ids.append(drawn.token_id)
+            if drawn.logprobs is not None:
+                logprobs.append(drawn.logprobs)
+            if drawn.token_id in request.stop_token_ids:  # which are not drawn before min_tokens
                 reason = FinishReason.STOP
-                break
-            if num_output + 1 >= request.max_tokens:
+            elif len(token_ids) >= min(request.num_prompt_tokens + request.max_tokens, max_model_len):
                 reason = FinishReason.LENGTH
-                break
-        answers[choice] = (tokens[len(request.token_ids) :], reason)
-    return answers
+        choices[choice] = WholeChoice(token_ids[len(request.token_ids) :], reason, logprobs)
+    return choices
+
+
+def _next(sampler: Sampler, request: Request, choice: int, token_ids: list[int], window: int) -> Sampled:
+    row, logits = sample_row(request, request.sampling, choice, token_ids), toy_logits(token_ids[-window:])
+    params = row.params
+    if not (params.temperature or params.logprobs is not None or changes(params, row.min_tokens_left_bans)):
+        return Sampled(int(logits.argmax()), None)
+    return sampler.sample(logits.unsqueeze(0), [row])[0]
+
+
+def toy_answer(request: Request, window: int = 1 << 30) -> dict[int, tuple[list[int], FinishReason]]:
+    """Return tokens and end of every expected choice."""
+    return {index: (choice.token_ids, choice.reason) for index, choice in toy_choices(request, window).items()}
 
 
 def toy_prompt(num_tokens: int, seed: int = 1) -> list[int]:

@@ -9,10 +9,11 @@ from baton.engine.core.config import EngineConfig
 from baton.engine.core.request import Key, Request
 from baton.engine.engine import Engine
 from kvtransfer.memory.region import Region
-from tests.support.engine.collector import Collector
+from tests.support.engine.collector import run_to_end
+from tests.support.engine.toy_engine import WholeChoice
 from tests.support.fuzz.shrink import Plan
 from tests.support.fuzz.toy import request_of
-from tests.support.fuzz.two_engines import Answers, Whole
+from tests.support.fuzz.two_engines import Answers
 from tests.support.fuzz.wires import Wires
 from tests.support.process import ROOT
 
@@ -72,14 +73,10 @@ def _reference(dtype: str, kv_dtype: str, quantization: str, max_model_len: int)
     return Engine.load(_config(dtype, kv_dtype, quantization, max_model_len, **options))
 
 
-def _asked_alone(engine: Engine, request: Request) -> dict[int, Whole]:
+def _asked_alone(engine: Engine, request: Request) -> dict[int, WholeChoice]:
     alone = replace(request, key=Key(f"alone-{next(_names)}"), span_hashes=(), chain_parent=bytes(32))
-    records = Collector()
-    engine.submit(alone)
-    while records[alone.key].ended is None:
-        records.take(engine.step())
-    record = records[alone.key]
+    record = run_to_end(engine, [alone])[alone.key]
     return {
-        choice: Whole(token_ids, record.reasons[choice], record.logprobs[choice])
+        choice: WholeChoice(token_ids, record.reasons[choice], record.logprobs[choice])
         for choice, token_ids in record.tokens.items()
     }

@@ -26,9 +26,11 @@ from baton.v1 import inference_pb2 as pb
 from baton.v1 import inference_pb2_grpc, worker_pb2, worker_pb2_grpc
 from tests.support import bare_engine
 from tests.support.client import make_request, read_error
+from tests.support.faults.reference import Reference
 from tests.support.faults.world import World
 from tests.support.fork_server.processes import ForkServerStack
 from tests.support.fuzz.shrink import Plan
+from tests.support.models import EOS_IDS
 from tests.support.pace import patience
 from tests.support.process import Process
 
@@ -149,11 +151,12 @@ class Stacks:
 
     def __init__(self, model: Path, folder: Path, stack_class: type[FuzzStack] = FuzzStack, run_class=None):
         """`run_class`: a Run that knows further faults."""
+        reference = Reference(model)
         self._world = World(
-            model, folder, None, redis=True, stack_class=stack_class, options=OPTIONS, num_gateways=2,
+            model, folder, reference, redis=True, stack_class=stack_class, options=OPTIONS, num_gateways=2,
             gateway_options=("--split", "auto"),
         )  # fmt: skip
-        self._oracle, self._run_class = Oracle(model), run_class or Run
+        self._oracle, self._run_class = Oracle(model, reference), run_class or Run
 
     def __enter__(self) -> "Stacks":
         self._world.__enter__()
@@ -391,34 +394,28 @@ def _page(process: Process, name: str) -> str:
 
 
 class Oracle:
-    """One engine in this process, asked alone."""
+    """What a client may have seen of a request, by an engine in this process that is asked alone."""
 
-    def __init__(self, model: Path):
-        self._engine = bare_engine.load_engine(model, num_blocks=160, threads=1)
+    def __init__(self, model: Path, reference: Reference):
+        self._reference = reference
         self._tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
-        self._eos_ids = json.loads((model / "generation_config.json").read_text())["eos_token_id"]
-        self._num_asked = 0
 
     def wholes(self, wish: Plan, prompt: Sequence[int], seed: int | None) -> list[bare_engine.BareChoice]:
         """Return the whole answer of every choice, without stop strings."""
-        options = {"temperature": 0.0, **wish["sampling"]}
+        options = {"temperature": 0.0, "n": max(1, wish["n"]), "seed": seed or 0, **wish["sampling"]}
         if "logprobs" in wish:
             options["logprobs"] = wish["logprobs"]
-        self._num_asked += 1
-        request = bare_engine.bare_request(
-            str(self._num_asked), prompt, max_tokens=max(1, wish["max_tokens"]), n=max(1, wish["n"]), seed=seed or 0,
-            eos_ids=() if wish["ignore_eos"] else self._eos_ids, **options,
-        )  # fmt: skip
-        (choices,) = bare_engine.serve_alone(self._engine, [request]).values()
+        eos_ids = () if wish["ignore_eos"] else EOS_IDS
+        choices = self._reference.choices(prompt, max(1, wish["max_tokens"]), options, eos_ids)
         return [choices[index] for index in sorted(choices)]
 
     def check_end(self, seen: Seen, choice: int, whole: bare_engine.BareChoice) -> None:
-        """That it is all there, and no more than its stop string lets through."""
+        """Check that it is all there, and no more than its stop string lets through."""
         words, stop = f"choice {choice} of {seen.wish['id']}", seen.wish.get("stop")
         text = self._tokenizer.decode(whole.token_ids, skip_special_tokens=True)
         if stop and seen.stops.get(choice) == stop:
             assert stop in text, f"stopped at what is not there: {words}"
-            if not seen.wish.get("resume_after") and "resume_after" not in seen.wish:
+            if seen.wish.get("resume_after") != 0:  # of a stream that was resumed the text is not whole
                 assert seen.texts[choice] == text[: text.index(stop)], f"cut at the wrong place: {words}"
             return
         assert not (stop and stop in text), f"a stop string was passed over: {words}"

@@ -4,16 +4,14 @@ import random
 from collections.abc import Sequence
 from typing import Any
 
-from baton.engine.core.request import FinishReason, Request, Speculation
+from baton.engine.core.request import Request, Speculation
 from baton.engine.engine import Engine
-from baton.engine.sampling.penalties import changes
-from baton.engine.sampling.sampler import Sampled, Sampler, sample_row
 from baton.engine.speculation.proposers.ngram import NgramProposer
 from tests.support.engine.forced import ForcedProposer
 from tests.support.engine.late_launcher import LateLauncher
-from tests.support.engine.toy_engine import TOY_VOCAB, engine_request, toy_engine, toy_logits
+from tests.support.engine.toy_engine import TOY_VOCAB, engine_request, toy_choices, toy_engine
 from tests.support.fuzz.shrink import Plan
-from tests.support.fuzz.two_engines import Answers, Whole
+from tests.support.fuzz.two_engines import Answers
 
 
 class Toy:
@@ -25,7 +23,9 @@ class Toy:
         return [request_of(plan, wish, self.vocab_size) for wish in plan["requests"]]
 
     def answers(self, plan: Plan, requests: Sequence[Request]) -> Answers:
-        return {request.key.request_id: _answer(request, plan["max_model_len"]) for request in requests}
+        return {
+            request.key.request_id: toy_choices(request, max_model_len=plan["max_model_len"]) for request in requests
+        }
 
     def engines(self, plan: Plan, answers: Answers) -> list[Engine]:
         return [self._engine(plan, options, answers) for options in plan["engines"]]
@@ -83,30 +83,3 @@ def request_of(plan: Plan, wish: Plan, vocab_size: int) -> Request:
 
 def _drawn(name: str, count: int, vocab_size: int) -> list[int]:
     return random.Random(name).choices(range(vocab_size), k=count)
-
-
-def _next(sampler: Sampler, request: Request, choice: int, token_ids: list[int]) -> Sampled:
-    row, logits = sample_row(request, request.sampling, choice, token_ids), toy_logits(token_ids)
-    params = row.params
-    if not (params.temperature or params.logprobs is not None or changes(params, row.min_tokens_left_bans)):
-        return Sampled(int(logits.argmax()), None)
-    return sampler.sample(logits.unsqueeze(0), [row])[0]
-
-
-def _answer(request: Request, max_model_len: int) -> dict[int, Whole]:
-    """Return the expected answer of every choice."""
-    sampler, wholes = Sampler(), {}
-    for choice in range(request.sampling.n):
-        token_ids, logprobs, reason = list(request.token_ids), [], None
-        while reason is None:
-            num_output = len(token_ids) - request.num_prompt_tokens + 1
-            drawn = _next(sampler, request, choice, token_ids)
-            token_ids.append(drawn.token_id)
-            if drawn.logprobs is not None:
-                logprobs.append(drawn.logprobs)
-            if drawn.token_id in request.stop_token_ids and num_output > request.min_tokens:
-                reason = FinishReason.STOP
-            elif num_output >= request.max_tokens or len(token_ids) >= max_model_len:
-                reason = FinishReason.LENGTH
-        wholes[choice] = Whole(token_ids[len(request.token_ids) :], reason, logprobs)
-    return wholes

@@ -11,14 +11,15 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import NamedTuple, Protocol
+from typing import Protocol
 from unittest import mock
 
 from baton.engine import engine
-from baton.engine.core.request import FinishReason, Key, Output, Request, RequestEnded, TokenLogprobs
+from baton.engine.core.request import Key, Output, Request, RequestEnded
 from baton.engine.engine import Engine
 from baton.engine.execute import output_processor
 from baton.engine.schedule import group_actions, scheduler, sequence, tenant_shares
+from tests.support.engine.toy_engine import WholeChoice
 from tests.support.fuzz.journey import Journey
 from tests.support.fuzz.shrink import Plan
 from tests.support.fuzz.wires import Wires
@@ -29,15 +30,7 @@ BEGAN_S, AGES_S = 1000.0, 1e6
 ROUND_S = 0.002
 
 
-class Whole(NamedTuple):
-    """One choice of an undisturbed answer."""
-
-    token_ids: list[int]
-    reason: FinishReason
-    logprobs: list[TokenLogprobs]
-
-
-Answers = dict[str, dict[int, Whole]]  # by request id and choice
+Answers = dict[str, dict[int, WholeChoice]]  # by request id and choice
 
 
 class Kind(Protocol):
