@@ -21,7 +21,7 @@ from pathlib import Path
 import grpc
 import torch
 
-from tests.faults import fuzz, marathon, record
+from tests.faults import damaged_inputs, marathon, record
 from tests.support.faults.checker import check_history
 from tests.support.faults.history import Ask, percentile
 from tests.support.faults.load import Load
@@ -234,7 +234,7 @@ def main() -> int:
     ends_at = time.monotonic() + arguments.seconds
     print(f"{arguments.what} {arguments.count}, seed {arguments.seed}", flush=True)
     if arguments.what == "fuzz":
-        values = fuzz.run(arguments.count, arguments.seed)
+        values = damaged_inputs.run(arguments.count, arguments.seed)
     elif arguments.what in ("world", "stack", "builds"):
         torch.set_num_threads(1)
         work = two_engines if arguments.what == "world" else partial(stacks, other=arguments.other)

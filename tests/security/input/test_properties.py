@@ -1,5 +1,6 @@
 """With any number in a field the request is refused by that field's name, or every number of it is in range (H1, H2);
-and a worker's session with any content ends that session at most. tests/faults/fuzz.py feeds the other inputs."""
+and a worker's session with any content ends that session at most. The other inputs are fed by
+tests/faults/damaged_inputs.py."""
 
 import asyncio
 import math
