@@ -38,7 +38,7 @@ from bench.lib.report import Report, finish, start
 from gateway.config.slo_classes import BUILT_IN
 from gateway.observe import access_log
 from gateway.observe.meters import GatewayMeters
-from tests.support.gateway.records import ANSWERED, record
+from tests.support.gateway.request_records import ANSWERED, record
 from tests.support.process import Process
 from tests.support.stack import Stack
 

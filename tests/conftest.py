@@ -18,7 +18,7 @@ from hypothesis import settings
 from baton.engine.core.reproducible import fix_order_of_sums
 from baton.service import fatal
 from tests.support import pace
-from tests.support.faults.table import lines
+from tests.support.faults.case_table import lines
 
 # until all tests are collected: a million objects that stay are looked through 28 times, 7 s in each worker
 gc.disable()

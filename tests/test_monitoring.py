@@ -23,7 +23,7 @@ from gateway.observe.meters import _OBJECTIVES
 from gateway.observe.recent_requests import PHASE_OF
 from gateway.request.timing import PHASES
 from tests.support.observe.deployed import ALL_RULES, DASHBOARDS, DEPLOY, RULES, panels
-from tests.support.observe.observed import metrics
+from tests.support.observe.emitted_names import metrics
 
 RULE_TESTS = sorted((DEPLOY / "prometheus" / "tests").glob("*.yml"))
 RECORDED = {rule["record"] for rule in ALL_RULES if "record" in rule}

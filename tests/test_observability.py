@@ -10,8 +10,8 @@ import yaml
 from baton.service.net.collector import collector_endpoint
 from gateway.observe.access_log import line
 from gateway.request.timing import PHASES
-from tests.support.gateway.records import ANSWERED, record
-from tests.support.observe.observed import ROOT, attributes, event_names, metrics, span_names
+from tests.support.gateway.request_records import ANSWERED, record
+from tests.support.observe.emitted_names import ROOT, attributes, event_names, metrics, span_names
 
 PAGE = (ROOT / "docs" / "observability.md").read_text()
 

@@ -18,7 +18,7 @@ from baton.engine.models.registry import read_spec
 from baton.planning.devices import Device
 from baton.planning.memory import plan_memory
 from tests.planning.sparse_folder import read_on_meta, write_int4_llama
-from tests.support.native.ranked import collectives_of
+from tests.support.native.ranks_in_threads import collectives_of
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason=native.unavailable() or "there")
 SHAPE = Path(__file__).resolve().parents[2] / "baton" / "planning" / "shapes" / "llama-3.1-70b"

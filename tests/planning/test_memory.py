@@ -20,7 +20,7 @@ from baton.planning.devices import GPUS, Device
 from baton.planning.memory import held_weights, linear_shapes, plan_memory
 from kvtransfer.layout import KVLayout
 from tests.support.engine.folders import make_folder
-from tests.support.native.ranked import collectives_of
+from tests.support.native.ranks_in_threads import collectives_of
 from tests.support.process import ROOT
 
 MODEL = Path(__file__).resolve().parents[2] / "demo" / "target"

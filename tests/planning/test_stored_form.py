@@ -30,7 +30,7 @@ from tests.support.gguf.model_files import write_gguf
 from tests.support.model_folders import quantized_folders
 from tests.support.model_folders.weight_forms import FORMS
 from tests.support.models import make_model
-from tests.support.native.ranked import collectives_of
+from tests.support.native.ranks_in_threads import collectives_of
 
 MACHINE = Device("test", "cpu", 8 << 30, 1e10, {"bf16": 1e11, "int8": 1e11}, 1e9, 2)
 BF16 = torch.bfloat16

@@ -42,7 +42,7 @@ from baton.worker.settings import WorkerSettings
 from tests.support.engine.collector import run_to_end
 from tests.support.engine.toy_engine import engine_request
 from tests.support.models import TINY, make_model
-from tests.support.native.ranked import depths_of
+from tests.support.native.ranks_in_threads import depths_of
 from tests.support.pace import patience
 from tests.support.process import Process
 from tests.support.security.installation import install

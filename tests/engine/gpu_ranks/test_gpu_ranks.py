@@ -38,7 +38,7 @@ from tests.support.engine.graphs import replay_by_computing
 from tests.support.engine.toy_engine import engine_request
 from tests.support.model_folders.adapters import ATTENTION, TARGETS
 from tests.support.model_folders.families import make_adapter, make_few_heads, make_folder, random_ids
-from tests.support.native.ranked import lose_last_rank
+from tests.support.native.ranks_in_threads import lose_last_rank
 
 pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="the real devices are tested by test_on_gpus.py"),

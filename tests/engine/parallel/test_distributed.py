@@ -11,7 +11,7 @@ from baton.engine.parallel.collectives import RankLost, num_bytes_for
 from baton.engine.parallel.distributed import DistributedCollectives, add_tree
 from baton.engine.parallel.shard import Shard
 from tests.engine.parallel.parts import SIZE, parts_of
-from tests.support.native.ranked import collectives_of, distributed_of, together
+from tests.support.native.ranks_in_threads import collectives_of, distributed_of, together
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason=native.unavailable() or "there")
 DTYPES = [torch.float32, torch.bfloat16]

@@ -10,7 +10,7 @@ from baton.engine.core.config import EngineConfig
 from baton.engine.models.loader import load_model
 from tests.support.model_folders.families import FAMILIES, LONGROPE, SMALL, THETA, Hand, make_folder, random_ids
 from tests.support.model_folders.quantized_folders import dense_folder, write_gptq
-from tests.support.native.ranked import ranked
+from tests.support.native.ranks_in_threads import ranked
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason=native.unavailable() or "there")
 TOLERANCE = 1e-4

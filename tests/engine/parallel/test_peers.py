@@ -15,7 +15,7 @@ from baton.engine import kernels, native
 from baton.engine.parallel import add_ranks
 from baton.engine.parallel.distributed import DistributedCollectives
 from tests.engine.parallel.parts import SIZE, parts_of
-from tests.support.native.ranked import collectives_of, distributed_of, together
+from tests.support.native.ranks_in_threads import collectives_of, distributed_of, together
 
 pytestmark = [
     pytest.mark.skipif(not kernels.INTERPRETED, reason="Triton's interpreter is off in this process"),

@@ -18,7 +18,7 @@ from tests.support.engine.collector import run_to_end
 from tests.support.engine.toy_engine import engine_request
 from tests.support.model_folders.families import make_folder
 from tests.support.models import TINY, make_model
-from tests.support.native.ranked import collectives_of, depths_of, lose_last_rank
+from tests.support.native.ranks_in_threads import collectives_of, depths_of, lose_last_rank
 
 pytestmark = [
     pytest.mark.skipif(native.library() is None, reason=native.unavailable() or "there"),

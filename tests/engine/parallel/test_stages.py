@@ -17,7 +17,7 @@ from baton.engine.parallel.pipeline import DONE, PipelineLeader
 from baton.engine.parallel.stage import PipelineStage, cut_layers, micro_batches, rows_of
 from baton.engine.parallel.stream import SocketStream
 from tests.support.model_folders.families import FAMILIES, Hand, make_folder, random_ids
-from tests.support.native.ranked import staged
+from tests.support.native.ranks_in_threads import staged
 
 TOLERANCE = 1e-4
 # A head that is the embedding, norms behind both halves, windows and ropes by layer, experts, latent attention, states.

@@ -15,7 +15,7 @@ from gateway.prefix.prefix_matches import Matches
 from gateway.queue.waiting_queue import WaitingQueues
 from gateway.request.request_state import RequestState
 from gateway.routing.routing import RoutingRequest
-from tests.support.gateway.records import record
+from tests.support.gateway.request_records import record
 
 FULL, SHORT, BROKEN, LEAVING, GOOD = (bytes([number]) * 4 for number in range(5))
 

@@ -10,7 +10,7 @@ from baton.v1 import worker_pb2
 from gateway.observe.recent_requests import RecentRequests
 from gateway.request.bottlenecks import seconds_by_bottleneck
 from gateway.request.timing import Measured, Stamps, breakdown
-from tests.support.gateway.records import ANSWERED, record
+from tests.support.gateway.request_records import ANSWERED, record
 
 BUSY = PathDelay(LoopDelay(0.0, 0.01))
 FOR_A_PLACE, FOR_BLOCKS = worker_pb2.Waits(place_s=7), worker_pb2.Waits(block_s=7)

@@ -35,7 +35,7 @@ from gateway.request.validation import validate
 from gateway.routing.routing import Decision
 from tests.gateway.observe.samples import samples
 from tests.support.client import make_request
-from tests.support.gateway.records import ANSWERED, record
+from tests.support.gateway.request_records import ANSWERED, record
 
 
 @pytest.fixture

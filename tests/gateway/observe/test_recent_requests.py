@@ -13,7 +13,7 @@ from gateway.observe.recent_requests import RecentRequests
 from gateway.request.request_state import RequestState
 from gateway.request.timing import PHASES
 from gateway.request.validation import validate
-from tests.support.gateway.records import ANSWERED, record
+from tests.support.gateway.request_records import ANSWERED, record
 
 ALL = pb.ListRequestsRequest()
 

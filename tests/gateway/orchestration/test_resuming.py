@@ -31,7 +31,7 @@ from tests.gateway.calls import (
 )
 from tests.support.client import make_request
 from tests.support.gateway.fake_worker import tokens_of
-from tests.support.gateway.records import record
+from tests.support.gateway.request_records import record
 from tests.support.pace import patience
 
 RESUMED = {"request_id": "again", "seed": 1}

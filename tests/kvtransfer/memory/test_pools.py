@@ -272,7 +272,7 @@ SOURCE = """
 import asyncio, json, pathlib, sys
 import numpy as np
 from tests.support.kvtransfer.cuda_stand_in import Host
-from tests.support.kvtransfer.gpu import Gpu
+from tests.support.kvtransfer.pool_on_gpu import Gpu
 from tests.support.kvtransfer.rig import IDENTITY, NUM_BLOCKS, layout, span_hashes
 from kvtransfer.transports.endpoints import Address
 from kvtransfer.layout import BlockRef, PromptKV

@@ -14,8 +14,7 @@ from kvtransfer.memory import blocks
 from kvtransfer.memory.convert import encode, read
 from kvtransfer.memory.digest import make_digests, span_names
 from kvtransfer.memory.reshard import plan, sharding_of
-from tests.support.kvtransfer.rig import Destination, span_hashes, until
-from tests.support.kvtransfer.unlike import (
+from tests.support.kvtransfer.ranks_and_forms import (
     IDENTITY,
     NUM_HEADS,
     NUM_LAYERS,
@@ -29,6 +28,7 @@ from tests.support.kvtransfer.unlike import (
     layout,
     numerics,
 )  # fmt: skip
+from tests.support.kvtransfer.rig import Destination, span_hashes, until
 
 CUTS = [*(by_heads(tp) for tp in (1, 2, 4)), by_layers(2)]
 FORMS = (("bf16", "bf16"), ("int4", "int4"), ("bf16", "int8"), ("fp32", "fp8_e4m3"), ("int8", "int4"))

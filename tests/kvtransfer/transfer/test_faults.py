@@ -13,8 +13,8 @@ from kvtransfer.layout import BlockRef, PromptKV
 from kvtransfer.transfer import dialogue, pull
 from kvtransfer.transfer.source import Source
 from tests.support.kvtransfer.accidents import FAULTS, POINTS, AccidentConnection, Accidents
+from tests.support.kvtransfer.ranks_and_forms import Cluster, by_heads, layout
 from tests.support.kvtransfer.rig import Destination, kind, until
-from tests.support.kvtransfer.unlike import Cluster, by_heads, layout
 from tests.support.pace import patience
 
 TRANSPORTS = ("inproc", "shm", "tcp")

@@ -18,7 +18,7 @@ from kvtransfer.memory.device_memory import DeviceRegion
 from kvtransfer.transports import cuda_ipc
 from kvtransfer.transports.cuda_ipc import Copier, CudaIpcListener
 from tests.support.kvtransfer.cuda_stand_in import Cudart, Host
-from tests.support.kvtransfer.gpu import copied_to_host
+from tests.support.kvtransfer.pool_on_gpu import copied_to_host
 
 LAYOUT = KVLayout((KVGroup("paged", 2, 2, 8, "int8", 16),))
 NUM_BLOCKS = 20
@@ -280,7 +280,7 @@ import asyncio, sys, pathlib, numpy as np
 from kvtransfer.transports import cuda_ipc
 from kvtransfer.memory.cuda_runtime import find_runtime
 from kvtransfer.memory.device_memory import DeviceRegion
-from tests.support.kvtransfer.gpu import copied_to_host
+from tests.support.kvtransfer.pool_on_gpu import copied_to_host
 async def main(address, folder, num_bytes):
     region = DeviceRegion(find_runtime(), 0, num_bytes)
     copier = cuda_ipc.Copier(region)

@@ -16,7 +16,7 @@ from baton.service.security import resets
 from baton.service.security.guard import Guard
 from baton.service.security.resets import NOTICE_S, WARY_S, Resets
 from baton.system import heap_bytes
-from tests.support.abuse.words import frame
+from tests.support.abuse.protocol_speakers import frame
 from tests.support.pace import patience
 
 OPENING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + frame(4, 0, 0, b"")

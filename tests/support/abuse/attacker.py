@@ -17,7 +17,7 @@ from collections.abc import Iterator
 import uvloop
 
 from tests.support.abuse.catalogue import ABUSES, ALL_ON_ONE, GRPC, Abuse, Method
-from tests.support.abuse.words import CLIENT_HELLO_HALF, NOISE, SPEAKERS
+from tests.support.abuse.protocol_speakers import CLIENT_HELLO_HALF, NOISE, SPEAKERS
 
 _AT_ONCE = 50  # connections that are being made at a time
 _CONNECT_S = 5.0

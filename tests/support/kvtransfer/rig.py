@@ -132,7 +132,7 @@ class Rig:
         host = host or (Host() if any(on_gpu) else None)
         for side, region in enumerate(self.regions):
             if on_gpu[side]:
-                from tests.support.kvtransfer.gpu import (
+                from tests.support.kvtransfer.pool_on_gpu import (
                     Gpu,  # needs torch, which the other transports are tested without
                 )
 
