@@ -1,5 +1,5 @@
-"""Run a module with long waits: `python -m tests.support.run_with_long_waits MODULE ...` is `python -m MODULE ...`, but a
-gateway there waits long for the offer of a prefix, and a worker that is drained for who asks for its KV: on a busy
+"""Run a module with long waits: `python -m tests.support.run_with_long_waits MODULE ...` is `python -m MODULE ...`, but
+a gateway there waits long for the offer of a prefix, and a worker that is drained for who asks for its KV: on a busy
 machine an answer takes more than the 20 ms, or half a second (a second and a half was seen), after which a prompt is
 computed instead."""
 

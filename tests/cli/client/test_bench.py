@@ -14,14 +14,14 @@ import pytest
 
 from baton.cli.client import bench as bench_module
 from baton.cli.main import main
-from tests.support.gateway.gateway_stub import StubGateway, serving
+from tests.support.gateway.gateway_stub import StubGateway, serving_gateway
 from tests.support.launch.commands import run_unread
 from tests.support.pace import patience
 
 
 @pytest.fixture(scope="module")
 def target():
-    with serving(StubGateway(delay_s=0.002)) as target:
+    with serving_gateway(StubGateway(delay_s=0.002)) as target:
         yield target
 
 
@@ -31,7 +31,7 @@ def bench(*arguments: str) -> int:
 
 def test_one_of_several_models(tmp_path):
     stub = StubGateway()
-    with serving(stub) as target:
+    with serving_gateway(stub) as target:
         out = tmp_path / "run"
         bench("--target", target, "--model", "code", "--closed", "2", "--num-requests", "4", "--out", str(out))
     assert set(stub.models) == {"code"} and json.loads((out / "summary.json").read_text())["model"].startswith("code, ")

@@ -11,7 +11,7 @@ import pytest
 
 from baton.cli.main import main
 from baton.loadgen import report
-from tests.support.gateway.gateway_stub import StubGateway, serving
+from tests.support.gateway.gateway_stub import StubGateway, serving_gateway
 from tests.support.pace import patience
 from tests.support.process import Process
 
@@ -23,7 +23,7 @@ def stub():
 
 @pytest.fixture(scope="module")
 def target(stub):
-    with serving(stub) as target:
+    with serving_gateway(stub) as target:
         yield target
 
 

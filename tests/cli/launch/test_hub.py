@@ -10,7 +10,7 @@ import pytest
 
 from baton.v1 import inference_pb2
 from tests.support.client import Client
-from tests.support.gateway.hub import COMMIT, Hub, serving
+from tests.support.gateway.hub import COMMIT, Hub, serving_hub
 from tests.support.process import ROOT, Process
 
 DEMO = ROOT / "demo" / "target"
@@ -23,7 +23,7 @@ def hub(tmp_path):
     for path in DEMO.iterdir():
         (folder / path.name).symlink_to(path)
     (folder / "pytorch_model.bin").write_bytes(b"\x80\x04 a pickle")
-    with serving(Hub("acme/tiny", folder)) as hub:
+    with serving_hub(Hub("acme/tiny", folder)) as hub:
         yield hub
 
 

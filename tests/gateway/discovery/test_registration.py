@@ -24,7 +24,7 @@ from gateway.link.worker_link import LinkState, WorkerLink
 from tests.gateway.calls import PROMPT, expect_refusal, ids_of, start
 from tests.support.client import read_error
 from tests.support.gateway.fake_worker import FakeWorker, tokens_of
-from tests.support.gateway.registration import register, serving
+from tests.support.gateway.registration import register, serving_addresses
 from tests.support.redis_server import RedisServer
 
 
@@ -32,7 +32,7 @@ async def join(c, worker: FakeWorker) -> WorkerLink:
     """Let it register, and return its link once it serves."""
     c.workers.append(worker)
     await register(c, worker.address)
-    await c.until(lambda: serving(c) == [worker.address])
+    await c.until(lambda: serving_addresses(c) == [worker.address])
     (link,) = c.gateway.registry.links
     return link
 
@@ -43,7 +43,7 @@ async def test_a_worker_that_registers_serves(cluster, digest):
         c.workers.append(worker)
         assert "none has registered" in c.gateway.registry.not_ready()
         assert (await register(c, worker.address)).ttl_s == registration.TTL_S
-        await c.until(lambda: serving(c) == [worker.address])
+        await c.until(lambda: serving_addresses(c) == [worker.address])
         await register(c, worker.address)
         answer = await c.stub.Complete(pb.GenerateRequest(text="hello", stopping=pb.Stopping(max_tokens=3)))
         assert answer.usage.output_tokens == 3 and len(c.gateway.registry.links) == 1
@@ -55,7 +55,7 @@ async def test_both_roles(cluster, digest):
         c.workers += workers
         for worker in workers:
             await register(c, worker.address, worker.role)
-        await c.until(lambda: len(serving(c)) == 2)
+        await c.until(lambda: len(serving_addresses(c)) == 2)
         registry = c.gateway.registry
         assert [link.address for link in registry.prefill] == [workers[0].address]
 
@@ -66,7 +66,7 @@ async def test_one_that_falls_silent_is_forgotten_when_its_session_is_gone(clust
     async with cluster(0, 0, max_start_wait_s=0.2) as c:
         await join(c, worker)
         await c.until(lambda: not c.gateway.registry.registered._until)  # its time is over, and it serves on
-        assert serving(c) == [worker.address]
+        assert serving_addresses(c) == [worker.address]
         await worker.stop()
         await c.until(lambda: not c.gateway.registry.links)
         assert f"no decode worker serves: {worker.address} gone: " in c.gateway.registry.not_ready()
@@ -116,13 +116,13 @@ async def test_one_that_comes_back_in_the_other_role_has_one_session(cluster, di
         registry = c.gateway.registry
         await join(c, worker)
         await worker.stop()
-        await c.until(lambda: not serving(c))
+        await c.until(lambda: not serving_addresses(c))
         await register(c, worker.address, "prefill")
         await looked(c)
         worker.hello.roles[:] = ["prefill"]
         worker.hello.epoch = worker.epoch = worker.epoch ^ 1
         await worker.start(worker.port)
-        await c.until(lambda: serving(c))
+        await c.until(lambda: serving_addresses(c))
         assert [link.address for link in registry.links] == [worker.address]
         assert [link.address for link in registry.prefill] == [worker.address]
         await c.until(lambda: len(worker._sessions) == 1)
@@ -175,7 +175,7 @@ async def test_who_registers_with_one_gateway_is_known_to_all(cluster, digest, t
         async with cluster(0, 0, redis=server.url) as c, cluster(0, 0, redis=server.url) as other:
             c.workers.append(worker)
             await register(c, worker.address)
-            await other.until(lambda: serving(other) == [worker.address])
+            await other.until(lambda: serving_addresses(other) == [worker.address])
             assert server.client.zrange(NAME, 0, -1) == [f"decode {worker.address} {other.fleet.stack}".encode()]
 
 
@@ -247,7 +247,7 @@ async def test_strangers_in_the_directory_cost_next_to_nothing(cluster, digest, 
         async with cluster(0, 0, redis=server.url) as c:
             c.workers += [first, second]
             await register(c, first.address)
-            await c.until(lambda: serving(c) == [first.address])
+            await c.until(lambda: serving_addresses(c) == [first.address])
             seconds = server.client.time()[0]
             ports = [port for port in range(1, 20_001) if f"127.0.0.1:{port}" not in (first.address, second.address)]
             stack = c.fleet.stack
@@ -263,12 +263,12 @@ async def test_strangers_in_the_directory_cost_next_to_nothing(cluster, digest, 
             links.registered._look = counted
             await c.until(lambda: len(looks) >= 20)
             await register(c, second.address)
-            await c.until(lambda: second.address in serving(c))
-            assert max(looks) <= MAX_TRIALS + 2 and first.address in serving(c)
+            await c.until(lambda: second.address in serving_addresses(c))
+            assert max(looks) <= MAX_TRIALS + 2 and first.address in serving_addresses(c)
             assert process.num_fds() - descriptors < 8 * MAX_TRIALS
             assert process.memory_info().rss - memory < 200 << 20
             server.client.delete(NAME)
-            await c.until(lambda: set(serving(c)) == {link.address for link in links.links})
+            await c.until(lambda: set(serving_addresses(c)) == {link.address for link in links.links})
             await c.until(lambda: process.num_fds() - descriptors < MAX_TRIALS)
 
 

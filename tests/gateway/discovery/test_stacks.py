@@ -7,7 +7,7 @@ import pytest
 
 from gateway.discovery.redis_directory import NAME
 from tests.support.gateway.fake_worker import FakeWorker
-from tests.support.gateway.registration import register, serving
+from tests.support.gateway.registration import register, serving_addresses
 from tests.support.redis_server import RedisServer
 
 
@@ -34,16 +34,16 @@ async def worker_of(c, digest, identity: bytes) -> FakeWorker:
 async def test_no_stack_serves_the_model_of_another_one(cluster, digest, fine_tuned, server, caplog):
     async with cluster(0, 0, redis=server.url) as a, cluster(0, 0, redis=server.url, model=fine_tuned) as b:
         first = await worker_of(a, digest, b"a" * 32)
-        await a.until(lambda: serving(a) == [first.address])
+        await a.until(lambda: serving_addresses(a) == [first.address])
         other = await FakeWorker("decode", digest, 400, model_identity=b"b" * 32).start()
         await b.until(lambda: "1 registered with gateways of another --model" in (b.gateway.registry.not_ready() or ""))
         await b.until(lambda: "no worker is registered that serves here" in caplog.text)
         await register(b, other.address)
         b.workers.append(other)
-        await b.until(lambda: serving(b) == [other.address])
+        await b.until(lambda: serving_addresses(b) == [other.address])
         await first.stop()
         await a.until(lambda: "1 registered with gateways of another" in (a.gateway.registry.not_ready() or ""))
-        assert serving(a) == [] and serving(b) == [other.address]
+        assert serving_addresses(a) == [] and serving_addresses(b) == [other.address]
 
 
 async def test_workers_that_older_gateways_wrote_are_counted(cluster, server, caplog):
@@ -58,9 +58,9 @@ async def test_workers_that_older_gateways_wrote_are_counted(cluster, server, ca
 async def test_other_stacks_are_no_news_while_a_worker_serves(cluster, digest, fine_tuned, server, caplog):
     """As where workers are named, or the DNS names them: none has to register."""
     async with cluster(0, 0, redis=server.url) as a, cluster(0, 1, redis=server.url, model=fine_tuned) as b:
-        await b.until(lambda: len(serving(b)) == 1)
+        await b.until(lambda: len(serving_addresses(b)) == 1)
         first = await worker_of(a, digest, b"a" * 32)
-        await a.until(lambda: serving(a) == [first.address])
+        await a.until(lambda: serving_addresses(a) == [first.address])
         await b.until(lambda: b.gateway.registry.registered._others)
         assert "no worker is registered that serves here" not in caplog.text
 
@@ -74,11 +74,11 @@ async def test_gateways_of_one_stack_go_with_a_change_of_weights(cluster, digest
         cluster(0, 0, redis=server.url, model=f"m={link}") as b,
     ):
         old = await worker_of(a, digest, b"a" * 32)
-        await b.until(lambda: serving(b) == [old.address])
+        await b.until(lambda: serving_addresses(b) == [old.address])
         new = await worker_of(a, digest, b"b" * 32)
         await a.until(lambda: "came first" in "".join(link.reason for link in a.gateway.registry.links))
         await old.stop()
-        await b.until(lambda: serving(a) == serving(b) == [new.address])
+        await b.until(lambda: serving_addresses(a) == serving_addresses(b) == [new.address])
 
 
 async def test_a_model_that_is_added_beside_another_has_its_own_workers(cluster, digest, folder, fine_tuned, server):
@@ -93,5 +93,5 @@ async def test_a_model_that_is_added_beside_another_has_its_own_workers(cluster,
             worker.hello.model.name = name
             a.workers.append(worker)
             await register(a, worker.address)
-            await a.until(lambda: len(serving(a)) == len(a.workers))
-        await b.until(lambda: serving(b) == [a.workers[1].address])
+            await a.until(lambda: len(serving_addresses(a)) == len(a.workers))
+        await b.until(lambda: serving_addresses(b) == [a.workers[1].address])

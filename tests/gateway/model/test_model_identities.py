@@ -13,7 +13,7 @@ from gateway.model import model_identities
 from gateway.model.model_identities import ModelIdentities
 from tests.gateway.calls import generate
 from tests.support.gateway.fake_worker import IDENTITY, FakeWorker
-from tests.support.gateway.registration import register, serving
+from tests.support.gateway.registration import register, serving_addresses
 
 OTHER = hashlib.sha256(b"another model").digest()
 
@@ -42,14 +42,14 @@ async def test_a_stranger_does_not_decide_where_workers_are_named(cluster, stran
         await register(c, stranger.address)
         await c.until(lambda: OTHER.hex() in reason_of(c, stranger))
         await named.stop()
-        await c.until(lambda: not serving(c))
+        await c.until(lambda: not serving_addresses(c))
         num_looks = len(stranger.commands)
         await c.until(lambda: len(stranger.commands) > num_looks)  # once more, without any other
         await c.until(lambda: "which one is served is decided by" in reason_of(c, stranger))
-        assert "\n" not in reason_of(c, stranger) and not serving(c)
+        assert "\n" not in reason_of(c, stranger) and not serving_addresses(c)
         named.held.clear()
         await named.start(named.port)
-        await c.until(lambda: serving(c) == [named.address])
+        await c.until(lambda: serving_addresses(c) == [named.address])
         assert await generate(c, max_tokens=2)
 
 
@@ -58,9 +58,9 @@ async def test_one_of_the_same_model_that_registers_serves_after_the_named_one_h
     async with cluster(0, 1) as c:
         c.workers.append(twin)
         await c.decode[0].stop()
-        await c.until(lambda: not serving(c))
+        await c.until(lambda: not serving_addresses(c))
         await register(c, twin.address)
-        await c.until(lambda: serving(c) == [twin.address])
+        await c.until(lambda: serving_addresses(c) == [twin.address])
 
 
 async def test_only_what_is_listed_serves(cluster, digest, stranger):
@@ -71,7 +71,7 @@ async def test_only_what_is_listed_serves(cluster, digest, stranger):
         await register(c, stranger.address)  # first
         await c.until(lambda: "--model-identity does not list" in reason_of(c, stranger))
         await register(c, good.address)
-        await c.until(lambda: serving(c) == [good.address])
+        await c.until(lambda: serving_addresses(c) == [good.address])
         assert await generate(c, max_tokens=2)
 
 
@@ -84,12 +84,12 @@ async def test_the_list_changes_while_everything_runs(cluster, digest, stranger,
         c.workers += [good, stranger]
         for worker in (stranger, good):
             await register(c, worker.address)
-        await c.until(lambda: serving(c) == [good.address])
+        await c.until(lambda: serving_addresses(c) == [good.address])
         path.write_text("nonsense\n")  # changes nothing
         await c.until(lambda: not c.gateway.registry._identities._is_file_good)
-        assert serving(c) == [good.address]
+        assert serving_addresses(c) == [good.address]
         path.write_text(f"{OTHER.hex()}\n")
-        await c.until(lambda: serving(c) == [stranger.address])
+        await c.until(lambda: serving_addresses(c) == [stranger.address])
         assert c.fleet.identity == OTHER
         (lost,) = [line for line in caplog.messages if line.startswith("worker lost")]
         assert "its model is not listed any more" in lost  # it was told as one of which there was no word

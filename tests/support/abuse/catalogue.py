@@ -1,7 +1,8 @@
 """Attacks on every port, as data: a line an abuse, a line a port, and the methods behind each port.
 
 An abuse says how the attacker opens its connections, what it sends of each call, and how it goes; attacker.py does it
-in the words of the port (`speaks`, protocol_speakers.py). A row that makes no sense in those words is not tried there (`not_in`).
+in the words of the port (`speaks`, protocol_speakers.py). A row that makes no sense in those words is not tried there
+(`not_in`).
 """
 
 import json

@@ -2,13 +2,13 @@
 
 import asyncio
 import contextlib
-import threading
-from collections.abc import Iterator
+from collections.abc import AsyncIterator
 
 import grpc
 
 from baton.v1 import inference_pb2 as pb
 from baton.v1 import inference_pb2_grpc
+from tests.support.in_thread import serving_in_thread
 
 BOUND_OF = {"prefill": "prefill compute", "prefill_queue": "prefill queue", "kv_wait": "transfer"}
 
@@ -44,28 +44,18 @@ class StubGateway(inference_pb2_grpc.InferenceServicer):
             await context.write(message)
 
 
-@contextlib.contextmanager
-def serving(stub: StubGateway) -> Iterator[str]:
-    """In a thread of its own; its address."""
-    loop, started = asyncio.new_event_loop(), threading.Event()
-    address: list[str] = []
+def serving_gateway(stub: StubGateway) -> contextlib.AbstractContextManager[str]:
+    """Serve it in a thread of its own; yields its address."""
 
-    async def serve() -> None:
+    @contextlib.asynccontextmanager
+    async def serve() -> AsyncIterator[str]:
         server = grpc.aio.server()
         inference_pb2_grpc.add_InferenceServicer_to_server(stub, server)
-        address.append(f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}")
+        port = server.add_insecure_port("127.0.0.1:0")
         await server.start()
-        started.set()
-        await stopping.wait()
-        await server.stop(0)
+        try:
+            yield f"127.0.0.1:{port}"
+        finally:
+            await server.stop(0)
 
-    stopping = asyncio.Event()
-    thread = threading.Thread(target=loop.run_until_complete, args=(serve(),))
-    thread.start()
-    started.wait()
-    try:
-        yield address[0]
-    finally:
-        loop.call_soon_threadsafe(stopping.set)
-        thread.join()
-        loop.close()
+    return serving_in_thread(serve)

@@ -63,7 +63,7 @@ def _digest(name: str, data: bytes) -> str:
 
 
 @contextmanager
-def serving(hub: Hub) -> Iterator[Hub]:
+def serving_hub(hub: Hub) -> Iterator[Hub]:
     """Serve it at `hub.url`."""
 
     class Handler(BaseHTTPRequestHandler):

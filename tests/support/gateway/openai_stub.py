@@ -3,8 +3,9 @@
 import asyncio
 import contextlib
 import json
-import threading
-from collections.abc import Iterator
+from collections.abc import AsyncIterator
+
+from tests.support.in_thread import serving_in_thread
 
 
 class OpenAIStub:
@@ -85,28 +86,15 @@ def _chunk(writer: asyncio.StreamWriter, data: bytes) -> None:
     writer.write(f"{len(data):x}\r\n".encode() + data + b"\r\n")
 
 
-@contextlib.contextmanager
-def serving_openai(stub: OpenAIStub) -> Iterator[str]:
-    """In a thread of its own; its URL."""
-    loop, started, ports = asyncio.new_event_loop(), threading.Event(), list[int]()
-    stopping = asyncio.Event()
+def serving_openai(stub: OpenAIStub) -> contextlib.AbstractContextManager[str]:
+    """Serve it in a thread of its own; yields its URL."""
 
-    async def serve() -> None:
+    @contextlib.asynccontextmanager
+    async def serve() -> AsyncIterator[str]:
         server = await asyncio.start_server(stub.answer, "127.0.0.1", 0)
-        ports.append(server.sockets[0].getsockname()[1])
-        started.set()
-        await stopping.wait()
-        server.close()
-        for task in asyncio.all_tasks() - {asyncio.current_task()}:
-            task.cancel()
+        try:
+            yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/v1"
+        finally:
+            server.close()
 
-    thread = threading.Thread(target=lambda: loop.run_until_complete(serve()))
-    thread.start()
-    started.wait()
-    try:
-        yield f"http://127.0.0.1:{ports[0]}/v1"
-    finally:
-        loop.call_soon_threadsafe(stopping.set)
-        thread.join()
-        loop.run_until_complete(asyncio.sleep(0))
-        loop.close()
+    return serving_in_thread(serve)

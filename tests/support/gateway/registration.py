@@ -9,6 +9,6 @@ def register(c, address: str, role: str = "decode"):
     return stub.Register(worker_pb2.RegisterRequest(address=address, role=role))
 
 
-def serving(c) -> list[str]:
+def serving_addresses(c) -> list[str]:
     """Return the addresses of the workers that serve."""
     return [link.address for link in c.gateway.registry.links if link.is_serving]
