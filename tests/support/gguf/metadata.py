@@ -5,7 +5,7 @@ import struct
 from pathlib import Path
 
 from tests.support.gateway.small_tokenizers import byte_level, sentencepiece
-from tests.support.gguf.vocabulary import CONTROL, NORMAL
+from tests.support.gguf.vocabulary import CONTROL, NORMAL, token_ids_and_merges
 
 U32, F32, BOOL, STRING, ARRAY, I32, U64, I64, F64 = 4, 6, 7, 8, 9, 5, 10, 11, 12
 _SCALARS = {U32: "I", F32: "f", BOOL: "?", I32: "i", U64: "Q", I64: "q", F64: "d"}
@@ -35,10 +35,9 @@ class Value:
 def metadata(kind: str = "gpt2") -> dict[str, Value]:
     """Return the metadata of a model whose tensors `write` writes."""
     content = json.loads(byte_level() if kind == "gpt2" else sentencepiece("normalizer"))
-    added = {token["content"]: token["id"] for token in content["added_tokens"]}
-    vocabulary = content["model"]["vocab"] | added
-    tokens = sorted(vocabulary, key=vocabulary.get)
-    merges = [" ".join(pair) if isinstance(pair, list) else pair for pair in content["model"]["merges"]]
+    added = {token["content"] for token in content["added_tokens"]}
+    token_ids, merges = token_ids_and_merges(content)
+    tokens = list(token_ids)
     said = {
         "general.architecture": Value(STRING, "llama"),
         "general.alignment": Value(U32, 32),
@@ -55,9 +54,9 @@ def metadata(kind: str = "gpt2") -> dict[str, Value]:
         "tokenizer.ggml.model": Value(STRING, kind),
         "tokenizer.ggml.tokens": Value(ARRAY, tokens, STRING),
         "tokenizer.ggml.token_type": Value(ARRAY, [CONTROL if t in added else NORMAL for t in tokens], I32),
-        "tokenizer.ggml.bos_token_id": Value(U32, vocabulary["<s>"]),
-        "tokenizer.ggml.eos_token_id": Value(U32, vocabulary["</s>"]),
-        "tokenizer.ggml.eot_token_id": Value(U32, vocabulary["<|eot_id|>"]),
+        "tokenizer.ggml.bos_token_id": Value(U32, token_ids["<s>"]),
+        "tokenizer.ggml.eos_token_id": Value(U32, token_ids["</s>"]),
+        "tokenizer.ggml.eot_token_id": Value(U32, token_ids["<|eot_id|>"]),
         "tokenizer.ggml.add_bos_token": Value(BOOL, True),
         "tokenizer.chat_template": Value(STRING, "{{ messages }}"),
     }
@@ -71,7 +70,7 @@ def metadata(kind: str = "gpt2") -> dict[str, Value]:
 
 
 def write(path: Path, said: dict[str, Value], num_tokens: int = 420) -> Path:
-    """With an embedding and a norm of fp32 zeros."""
+    """Write a file with this metadata, an embedding and a norm of fp32 zeros."""
     tensors = [("token_embd.weight", (32, num_tokens)), ("output_norm.weight", (32,))]
     head = b"GGUF" + struct.pack("<IQQ", 3, len(tensors), len(said))
     for key, value in said.items():
