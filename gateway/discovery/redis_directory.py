@@ -11,7 +11,7 @@ from typing import Any
 from baton.lines import describe_error
 from baton.service.logs import fields
 from gateway.discovery.worker_directory import Entry
-from gateway.store.redis_client import FAILURES, TooMuch, make_client
+from gateway.store.redis_client import FAILURES, TooMuch, make_client, remove_wrong_type
 
 NAME = "baton:workers"
 MAX_NAMES = 4096  # entries that are read in one look
@@ -35,7 +35,10 @@ class RedisDirectory:
             if self._was_up:
                 log.warning("redis: workers of other gateways are not known %s", fields(error=_describe(error)))
             self._was_up = False
+            await remove_wrong_type(self._client, NAME, error)
             return set()
+        if not self._was_up:
+            log.info("redis: workers of other gateways are known again")
         self._was_up = True
         return found
 

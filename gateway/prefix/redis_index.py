@@ -17,8 +17,6 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from operator import methodcaller
 
-from redis.exceptions import ResponseError
-
 from baton import tasks
 from baton.lines import describe_error
 from baton.service.clock import now
@@ -40,7 +38,7 @@ from gateway.prefix.worker_bitmap import (
     spread,
 )
 from gateway.store.breaker import Breaker
-from gateway.store.redis_client import FAILURES, MAX_BATCH, answers_of, fault_of, make_client, values_of
+from gateway.store.redis_client import FAILURES, MAX_BATCH, answers_of, fault_of, is_wrong_type, make_client, values_of
 
 BUDGET_S = 0.05
 NAME_BYTES = 16
@@ -360,7 +358,7 @@ class RedisIndex:
             async with asyncio.timeout(_CONTROL_TIMEOUT_S):  # for all answers: the client's own timeout holds for each
                 answers = await batch.execute(raise_on_error=False)
         for answer in answers:
-            if isinstance(answer, Exception) and not _is_of_the_key(answer):
+            if isinstance(answer, Exception) and not is_wrong_type(answer):  # others than that key are written
                 raise answer
         self._slots.note_beat(answers[0])
 
@@ -371,8 +369,3 @@ def _writer_name(worker: bytes) -> bytes:
 
 def _parts(entries: Sequence[IndexedWorker], most: int) -> Iterator[Sequence[IndexedWorker]]:
     return (entries[begin : begin + most] for begin in range(0, len(entries), most))
-
-
-def _is_of_the_key(error: Exception) -> bool:
-    """Return whether an error concerns one key, such as a value that is no bit string; others are still written."""
-    return isinstance(error, ResponseError) and str(error).startswith("WRONGTYPE")

@@ -14,6 +14,7 @@ batch reads the counter and writes it.
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import methodcaller
+from typing import TypeGuard
 
 from gateway.prefix.prefix_matches import NO_WORKERS, WorkerBits
 from gateway.prefix.worker_bitmap import NUM_SLOTS, mask_of, worker_bits_of
@@ -142,7 +143,7 @@ class SlotLeases:
         await self.retire(self.slots_beside(dict.fromkeys(orphans)))
 
 
-def _is_behind(beat: object, num_beats: int) -> bool:
+def _is_behind(beat: object, num_beats: int) -> TypeGuard[bytes]:
     return isinstance(beat, bytes) and beat.isdigit() and int(beat) < num_beats
 
 

@@ -27,7 +27,7 @@ from baton.service.security.credentials import TENANT
 from baton.tasks import is_cancelled
 from gateway.queue.quotas import MAX_COUNTED, Quotas
 from gateway.queue.token_bucket import UsageCounts
-from gateway.store.redis_client import make_client
+from gateway.store.redis_client import make_client, remove_wrong_type
 
 NAME = "baton:gateways"
 TTL_S = 5
@@ -70,7 +70,10 @@ class SharedUsage:
             self._was_up = False
             if now() - self._answered_at > TTL_S:
                 self._quotas.note_others({}, now())
+            await remove_wrong_type(self._client, NAME, error)
             return
+        if not self._was_up:
+            log.info("redis: quotas are counted with other gateways again")
         self._answered_at, self._was_up = now(), True
         self._quotas.note_others(counts, now())
 

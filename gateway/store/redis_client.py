@@ -2,6 +2,7 @@
 no announced length."""
 
 import asyncio
+import contextlib
 import functools
 import re
 from collections.abc import Callable, Sequence
@@ -96,12 +97,11 @@ def make_client(
             parser_class=functools.partial(_Parser, max_reply_bytes),
             client_name="baton-gateway",
         )
-        pool.connection_kwargs["decode_responses"] = False  # values are bytes here, whatever the URL says
         pool.make_connection()  # checks every field of the URL's query
-    except ValueError:  # its message may contain a piece of the password
-        raise ValueError(MALFORMED) from None
     except TypeError:
         raise ValueError(UNKNOWN_FIELD) from None
+    except FAILURES:  # whose message may contain a piece of the password
+        raise ValueError(MALFORMED) from None
     return redis.Redis.from_pool(pool)  # closing the client closes the pool's connections
 
 
@@ -136,6 +136,19 @@ async def answers_of(
         if isinstance(answer, Exception):
             raise answer
     return answers
+
+
+def is_wrong_type(error: BaseException) -> bool:
+    """Return whether an error says that the value of a key is of another type than was asked for."""
+    return isinstance(error, ResponseError) and "WRONGTYPE" in str(error)
+
+
+async def remove_wrong_type(client: redis.Redis, name: str, error: Exception) -> None:
+    """Remove the key for which a call failed with `error`, if its value is of a type that no gateway writes: it would
+    stay until a person removed it."""
+    if is_wrong_type(error):
+        with contextlib.suppress(FAILURES):
+            await client.expire(name, 0)  # a gateway has no right to DEL
 
 
 def fault_of(error: Exception) -> str:

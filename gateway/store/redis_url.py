@@ -7,13 +7,14 @@ MALFORMED = (
     "not a Redis URL, redis://USER:PASSWORD@HOST:PORT/DB (a number), rediss://... or unix://PATH?db=DB; "
     "percent-encode `/`, `?`, `#` and `@` in the password"
 )
-UNKNOWN_FIELD = "a Redis URL with a field behind `?` that is none of redis-py's, or is one of TLS without rediss://"
+UNKNOWN_FIELD = "a Redis URL with a field behind `?` other than db, username and password, and ssl_... of rediss://"
+_FIELDS = ("db", "username", "password")  # others of redis-py's would lift the bounds of time and bytes
 _DATABASE = re.compile(r"(/\d*)?/?", re.ASCII)  # redis-py would take the digits of any other path, or database 0
 
 
 def check_url(url: str) -> None:
-    """Raise ValueError, without the URL in its message, for a malformed URL or one whose password ends early: the rest
-    of the password would pass for a path, and its beginning for the host that is shown."""
+    """Raise ValueError, without the URL in its message, for a malformed URL, one whose password ends early (the rest
+    of it would pass for a path, and its beginning for the host that is shown), or one with other fields than these."""
     try:
         parts = urlsplit(url)
     except ValueError:
@@ -23,6 +24,9 @@ def check_url(url: str) -> None:
     behind_host = parts.path + parts.query + parts.fragment
     if parts.scheme != "unix" and "@" in behind_host.partition("=")[0]:
         raise ValueError(MALFORMED)
+    names = [name for name, _ in parse_qsl(parts.query, keep_blank_values=True)]
+    if not all(name in _FIELDS or name.startswith("ssl_") for name in names):
+        raise ValueError(UNKNOWN_FIELD)
 
 
 def without_password(url: str) -> str:

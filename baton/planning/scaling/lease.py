@@ -23,16 +23,23 @@ class LeaderLease:
     def __init__(self, url: str, owner: str, ttl_s: float = TTL_S):
         """Prepare the client. Raises ValueError for a malformed URL."""
         self._client, self._owner, self._ttl_ms = make_client(url, _TIMEOUT_S, 1), owner.encode(), round(1000 * ttl_s)
+        self._was_up = True
 
     async def hold(self) -> bool:
         """Take or renew the lease; return whether this scaler holds it now."""
         try:
-            if await self._client.set(NAME, self._owner, nx=True, px=self._ttl_ms):
-                return True
-            return bool(await self._client.eval(_RENEW, 1, NAME, self._owner, self._ttl_ms))  # pyright: ignore[reportGeneralTypeIssues]
+            is_held = await self._client.set(NAME, self._owner, nx=True, px=self._ttl_ms)
+            if not is_held:
+                is_held = await self._client.eval(_RENEW, 1, NAME, self._owner, self._ttl_ms)  # pyright: ignore[reportGeneralTypeIssues]
         except FAILURES as error:
-            log.warning("no decision: Redis does not say who leads %s", fields(error=describe_error(error)))
+            if self._was_up:
+                log.warning("no decisions: Redis does not say who leads %s", fields(error=describe_error(error)))
+            self._was_up = False
             return False
+        if not self._was_up:
+            log.info("Redis says who leads again")
+        self._was_up = True
+        return bool(is_held)
 
     async def release(self) -> None:
         """Release the lease if this scaler holds it, so that another need not wait for it to expire."""

@@ -201,7 +201,9 @@ async def test_the_roster_forgets_and_trusts_nothing(tmp_path):
         assert not set(server.client.zrange(NAME, 0, -1)) & {name.encode() for name in late}
         server.client.delete(NAME)
         server.client.set(NAME, "of the wrong kind")
-        assert await directory.exchange({("prefill", "10.0.0.4:5", "s"): 9.5}) == set()
+        here = {("prefill", "10.0.0.4:5", "s"): 9.5}
+        assert await directory.exchange(here) == set()
+        assert await directory.exchange(here) == set(here), "what no gateway writes there is removed"
         await directory.close()
 
 

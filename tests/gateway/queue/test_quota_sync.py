@@ -146,6 +146,8 @@ async def test_what_others_write_there_is_not_trusted(server):
     server.client.set(NAME, "of another type")
     with pytest.raises(FAILURES):
         await first.exchange()
+    await tell(first)
+    assert server.client.zrange(NAME, 0, -1) == [bytes(16).hex().encode()], "what no gateway writes there is removed"
     await first._client.aclose()
 
 

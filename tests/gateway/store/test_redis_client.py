@@ -247,7 +247,7 @@ async def test_what_is_shown_of_a_url(url, shown):
     "url",
     [
         "redis://name:sec/ret@h:1/0", "redis://:12/secret@h:1/0", "redis://:12?secret@h:1/0", "redis://:12#secret@h:1/0",
-        "redis://[secret@h:1/0", "secret://h:1/0", "redis://h:secret/0", "redis://h:1/0?socket_timeout=secret",
+        "redis://[secret@h:1/0", "secret://h:1/0", "redis://h:secret/0", "rediss://h:1/0?ssl_cert_reqs=secret",
         "redis://h:1/secret", "redis://h:1/1/2", "redis://h:1/-1", "redis://h:1/0?db=secret",
     ],
 )  # fmt: skip
@@ -258,19 +258,16 @@ def test_a_malformed_url_is_not_named(url):
 
 
 @pytest.mark.parametrize(
-    "url", ["rediss://h:1/0?ssl_ca_secret=x", "redis://h:1/0?ssl_ca_certs=sec", "unix:///x?secret=1"]
-)
+    "url",
+    [
+        "rediss://h:1/0?ssl_ca_secret=x", "redis://h:1/0?ssl_ca_certs=sec", "unix:///x?secret=1", "redis://h:1/0?secret",
+        "redis://h:1/0?retry=3", "redis://h:1/0?protocol=9", "redis://h:1/0?encoding=utf-16", "redis://h:1/0?socket_timeout=60",
+    ],
+)  # fmt: skip
 def test_a_field_that_is_none_is_told_before_a_connection_is_made(url):
     with pytest.raises(ValueError, match="behind `\\?`") as raised:
         make_client(url, TIMEOUT_S, 1)
     assert "sec" not in str(raised.value)
-
-
-async def test_values_are_bytes_whatever_the_url_says(server):
-    client = make_client(f"{server.url}?decode_responses=True", patience(5), 1)
-    await client.set("a", "b")
-    assert await client.get("a") == b"b"
-    await client.aclose()
 
 
 async def test_a_connection_to_a_replica_is_not_kept(tmp_path):

@@ -217,12 +217,19 @@ async def test_a_lease_that_is_not_renewed_passes_on_and_stays_there(tmp_path):
         await next_one.release()
 
 
-async def test_without_redis_nobody_leads(tmp_path):
+async def test_without_redis_nobody_leads(tmp_path, caplog):
     with RedisServer(tmp_path) as server:
         lease = LeaderLease(server.url, "one")
         assert await lease.hold()
         server.kill()
-        assert not await lease.hold()
+        assert not await lease.hold() and not await lease.hold()
+        assert caplog.text.count("Redis does not say who leads") == 1
+        server.start()
+        assert await lease.hold()
+        server.client.delete(NAME)
+        server.client.lpush(NAME, "of the wrong kind")
+        assert not await lease.hold() and not await lease.hold()
+        assert caplog.text.count("Redis does not say who leads") == 2
         await lease.release()
 
 
