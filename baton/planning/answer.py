@@ -10,7 +10,7 @@ from baton.planning.search import Ask, LoadOutcome, StackChoice, WorkerPlan
 _CONFIDENCE = {
     "measured": "kernels were measured on this kind of device, at these shapes",
     "interpolated": "kernels were measured on this kind of device, between these shapes",
-    "extrapolated": "no kernel was measured at these shapes on such a device: data sheets and assumed efficiencies; try it before you buy",
+    "extrapolated": "not every kernel was measured at these shapes on such a device: the nearest efficiency, or an assumed one; try it before you buy",
 }
 
 
