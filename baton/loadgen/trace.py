@@ -12,6 +12,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 MOONCAKE_BLOCK = 512  # prompt tokens per hash id in Mooncake's traces
+_LONGEST_STAMP = 40  # of a longer one an error has no more
 _AZURE_COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 
 
@@ -82,8 +83,7 @@ def _azure(lines: Iterable[str]) -> Iterator[TraceEntry]:
         raise _BadLine(1, f"no column {missing[0]}; an Azure trace has {', '.join(_AZURE_COLUMNS)}")
     for number, row in enumerate(reader, 2):
         try:
-            # The published stamps have 7 digits after the second, Python reads 6. They are UTC, with or without a zone.
-            at = datetime.fromisoformat(row["TIMESTAMP"][:26])
+            at = datetime.fromisoformat(row["TIMESTAMP"][:_LONGEST_STAMP])  # in UTC unless it has a zone
             at_s = at.replace(tzinfo=at.tzinfo or UTC).timestamp()
             entry = TraceEntry(at_s, int(row["ContextTokens"]), int(row["GeneratedTokens"]))
         except (ValueError, TypeError) as error:

@@ -68,6 +68,15 @@ def test_azure_stamps_are_utc(tmp_path, monkeypatch):
     assert (second.at_s - first.at_s, fourth.at_s - third.at_s) == (3601, 1)
 
 
+@pytest.mark.parametrize("digits", ["", ".1", ".123456", ".1234567"])
+@pytest.mark.parametrize(("zone", "hours"), [("", 0), ("Z", 0), ("+00:00", 0), ("+02:00", -2)])
+def test_azure_stamps_have_any_fraction_and_zone(tmp_path, digits, zone, hours):
+    """Of seven digits the zone was cut off, of one digit half of it."""
+    stamps = f"2024-05-10 00:00:00,5,5\n2024-05-10 12:00:00{digits}{zone},5,5\n"
+    _, second = read_trace(write(tmp_path, "t.csv", AZURE.splitlines()[0] + "\n" + stamps))
+    assert second.at_s == pytest.approx(3600 * (12 + hours) + float(f"0{digits}"), abs=1e-5)
+
+
 def test_hash_ids_of_any_size_are_names(tmp_path):
     """Some traces have whole digests as ids."""
     (entry,) = read_trace(write(tmp_path, "t.jsonl", MOONCAKE.replace("[3, 9]", f"[{2**127 + 5}, {-(2**300)}]")))
