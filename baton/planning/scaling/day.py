@@ -13,6 +13,7 @@ from baton.planning.scaling.scaler import DECIDE_S, MOST_BUSY, Scaler, ScalerBou
 from baton.protocol import ROLES
 
 MINUTES = 24 * 60
+_MOST_MINUTES = 60 * MINUTES
 
 
 class LoadMinute(NamedTuple):
@@ -58,8 +59,10 @@ def _hump(hour: float, at: float, width: float) -> float:
 
 
 def minutes_of(entries: Sequence[TraceEntry]) -> list[LoadMinute]:
-    """Return a trace by minutes."""
+    """Return a trace by minutes. Raises ValueError if it is too long, as with a stray stamp."""
     last = int(entries[-1].at_s // DECIDE_S)
+    if last > _MOST_MINUTES:
+        raise ValueError(f"a trace of {last:,} minutes from first to last, {_MOST_MINUTES:,} at most: see its stamps")
     sums = [[0.0, 0.0, 0.0] for _ in range(last + 1)]
     for entry in entries:
         minute = sums[int(entry.at_s // DECIDE_S)]

@@ -320,6 +320,12 @@ def test_a_day_without_prefill_workers():
     assert found.missed <= 0.0005 and found.oracle_hours <= found.hours <= 1.15 * found.oracle_hours
 
 
+def test_a_trace_with_one_stray_stamp_is_refused():
+    """It took all memory: 28 million minutes of it."""
+    with pytest.raises(ValueError, match=r"28,333,333 minutes from first to last, 86,400 at most"):
+        minutes_of([TraceEntry(0, 100, 10), TraceEntry(1_700_000_000, 100, 10)])
+
+
 def test_a_trace_by_minutes():
     found = minutes_of([TraceEntry(0, 100, 10), TraceEntry(59, 300, 30), TraceEntry(121, 50, 5)])
     assert [minute.requests_per_s for minute in found] == [2 / 60, 0, 1 / 60]
