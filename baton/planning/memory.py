@@ -104,8 +104,22 @@ def _layer_bytes(spec: ModelSpec, form: str, on_cpu: bool, degree: int) -> int:
     # Weights that the table of shapes lacks (latent attention), without padding.
     whole = linear_shapes(spec).items()
     listed = sum(count * out * inputs for (out, inputs), count in whole) + routers * spec.hidden_size
-    rest = max(0, spec.num_layer_weights() - listed) // degree
-    return total + round(rest * _bits(form) / 8) + routers * spec.hidden_size * _ROUTER_BYTES
+    absorbed, absorbed_bytes = _absorbed(spec, form, on_cpu)
+    rest = max(0, spec.num_layer_weights() - listed - absorbed)
+    rest_bytes = _bytes_of(form, rest // spec.hidden_size, spec.hidden_size, False) + absorbed_bytes
+    return total + rest_bytes // degree + routers * spec.hidden_size * _ROUTER_BYTES
+
+
+def _absorbed(spec: ModelSpec, form: str, on_cpu: bool) -> tuple[int, int]:
+    """Return how many weights of latent attention a worker absorbs, and their bytes: two products per head, whose
+    weights stay floats in any form."""
+    if (latent := spec.latent) is None:
+        return 0, 0
+    kept = form if form in _FLOATS else "none"
+    keys = _bytes_of(kept, latent.rank, latent.nope_dim, on_cpu)
+    values = _bytes_of(kept, latent.value_dim, latent.row_dim, on_cpu)
+    num_products = spec.num_layers * spec.num_heads
+    return num_products * latent.rank * (latent.nope_dim + latent.value_dim), num_products * (keys + values)
 
 
 def _bits(form: str) -> int:

@@ -381,6 +381,7 @@ def test_a_picture_that_cannot_be_written_is_told_in_one_line(tmp_path):
     ("options", "words"),
     [
         ([], "--rate R is needed"),
+        (["--rate", "1", "--threads", "9999"], "--threads 9999: this machine has"),
         (["--rate", "1", "--lengths", "10"], "--lengths 10: two numbers"),
         (["--rate", "1", "--slo", "soon"], "'soon' is not an objective"),
         (["--rate", "1", "--device", "TPU"], "device 'TPU': one of"),

@@ -120,6 +120,8 @@ def _plan(args: argparse.Namespace, entries: list[TraceEntry], rate: float, slo:
 
     try:
         spec, device, efficiencies = read_model(args)
+        if device.cores is not None and device.threads > device.cores:
+            raise ValueError(f"--threads {args.threads}: this machine has {device.cores} cores")
         if args.trace is not None:
             num_all, entries = len(entries), fitting(entries, spec.longest_context)
             rate = args.rate or rate * len(entries) / num_all
