@@ -1,7 +1,7 @@
 """Decode with LoRA adapters against the model without: python bench/adapters.py [--quick] [--json FILE].
 
 One bare engine on this CPU, a random Llama of 101 M parameters, 16 sequences at once: all without an adapter, all with
-one, and with 8 adapters of rank 16 on all seven linears in turn. The same prompts, interleaved.
+one, and with 8 adapters of rank 16 on all seven linears in turn, interleaved; all with the same prompts in a round.
 """
 
 if not __package__:  # started by its path
@@ -15,9 +15,8 @@ import random
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from statistics import median
 
@@ -81,11 +80,15 @@ class Bench:
             self.engine.add_adapter(f"a{index}", write_adapter(folder / f"a{index}", index))
             for index in range(NUM_ADAPTERS)
         ]
-        self._request_ids, self._rng = map(str, itertools.count()), random.Random(0)
+        self._request_ids = map(str, itertools.count())
 
-    def seconds(self, adapters: Sequence[bytes]) -> tuple[float, float]:
+    def arm(self, adapters: Sequence[bytes]) -> Callable[[], tuple[float, float]]:
+        rounds = itertools.count()
+        return lambda: self._seconds(adapters, random.Random(next(rounds)))
+
+    def _seconds(self, adapters: Sequence[bytes], rng: random.Random) -> tuple[float, float]:
         """Return wall and CPU seconds of a batch whose sequences use the adapters in turn."""
-        prompts = [[self._rng.randrange(5, MODEL.vocab_size) for _ in range(PROMPT)] for _ in range(BATCH)]
+        prompts = [[rng.randrange(5, MODEL.vocab_size) for _ in range(PROMPT)] for _ in range(BATCH)]
         requests = [
             replace(bare_engine.bare_request(next(self._request_ids), ids, max_tokens=OUTPUT), adapter=adapter)
             for ids, adapter in zip(prompts, itertools.cycle(adapters), strict=False)
@@ -98,7 +101,7 @@ class Bench:
 def compare(report: Report, bench: Bench, num_rounds: int) -> None:
     """Compare one and eight adapters with none; eight adapters have the goal."""
     kinds = {"none": [b""], "none again": [b""], "one": bench.identities[:1], "eight": bench.identities}
-    arms = {name: partial(bench.seconds, adapters) for name, adapters in kinds.items()}
+    arms = {name: bench.arm(adapters) for name, adapters in kinds.items()}
     interleave(arms, 1)  # warm
     measured = interleave(arms, num_rounds)
     for unit, which in (("tokens/s", 0), ("tokens/CPU s", 1)):

@@ -10,8 +10,8 @@ weight forms and fewer rounds.
 
 The limit of a row is what its weights could be read or multiplied at, whichever is slower: the best of a read sweep, a
 copy (read and written bytes) and our own matrix-vector product; the multipliers on registers alone (peak.cpp). They are
-measured before every form, and the best of the whole run counts. What a row exceeds by more than 5 % was disturbed: such
-a row has no limit, and "weights read" no goal.
+measured before every form, and the best of the whole run counts. What a row exceeds by over 5 % was disturbed: such a
+row has no limit, and "weights read" no goal.
 """
 
 if not __package__:  # started by its path

@@ -16,6 +16,7 @@ import asyncio
 import itertools
 import os
 import random
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -275,8 +276,7 @@ def _log_normal_lengths(rng: random.Random) -> tuple[int, int]:
 
 
 def gateway_rows(report: Report, stack: Stack) -> None:
-    """Measure the gateway's imports, its resident memory after the load above, and its time to ready after its
-    workers."""
+    """Measure the gateway's imports, and its resident memory after the load above."""
     code = "import sys, gateway.__main__; print(sum(name.split('.')[0] == 'torch' for name in sys.modules))"
     num_torch = int(subprocess.check_output([sys.executable, "-c", code], cwd=ROOT))
     report.add("gateway: torch modules imported", num_torch, "modules", goal="value <= 0")
@@ -285,7 +285,7 @@ def gateway_rows(report: Report, stack: Stack) -> None:
 
 
 def gateway_ready(report: Report, stack: Stack, num_rounds: int) -> None:
-    """Start a second gateway for the same workers, repeatedly."""
+    """Measure a second gateway's time to ready, beside workers that run."""
     argv = [sys.executable, "-m", "gateway", "--model", str(MODEL), "--listen", "127.0.0.1:0"]
     argv += ["--prefill-workers", stack.address["prefill0"], "--decode-workers", stack.address["decode0"]]
     report.add("gateway: start to ready", _ready_seconds(argv, stack.folder, num_rounds), "s", goal="value < 3")
@@ -304,7 +304,7 @@ def _ready_seconds(argv: list[str], folder: Path, num_rounds: int) -> float:
             times.append(_seconds(process.ready))
         finally:
             process.stop()
-    return sorted(times)[len(times) // 2]
+    return statistics.median(times)
 
 
 @contextmanager
