@@ -28,15 +28,15 @@ async def supervise(
         began = loop.time()
         try:
             await work()
-            _leave_if_cancelled()
-            raise RuntimeError("it came to an end")
+            failure: Exception = RuntimeError("it came to an end")
         except fatal:
             raise
         except asyncio.CancelledError as error:  # perhaps only something that it waited for was cancelled
-            _leave_if_cancelled()
-            failure: Exception = RuntimeError(f"what it waited for was cancelled: {error!r}")
+            failure = RuntimeError(f"what it waited for was cancelled: {error!r}")
         except Exception as error:
             failure = error
+        if is_cancelled():  # work may swallow that, or its clean-up may fail
+            raise asyncio.CancelledError
         on_failure(failure)
         pause_s = FIRST_PAUSE_S if loop.time() - began >= SETTLED_S else pause_s
         log.error("%s failed and begins again in %g s: %r", name, pause_s, failure, exc_info=failure)
@@ -86,8 +86,3 @@ def cancel_call(call: Any) -> None:
     holds."""
     if not call.cancel() and (core := getattr(call, "_cython_call", None)) is not None:
         core.cancel("its write had failed")
-
-
-def _leave_if_cancelled() -> None:
-    if is_cancelled():
-        raise asyncio.CancelledError

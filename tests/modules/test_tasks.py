@@ -88,6 +88,22 @@ async def test_work_that_swallows_its_cancellation_ends_all_the_same():
     await ends_when_cancelled(task)
 
 
+async def test_work_whose_clean_up_fails_ends_all_the_same():
+    work = Work()
+
+    async def fail_behind() -> None:
+        try:
+            await work()
+        finally:
+            if work.num_begun == 1:  # so that a second cancel ends it in any case
+                raise OSError("the connection cannot be closed")
+
+    task = tasks.start("work", fail_behind)
+    await work.goes_on.wait()
+    await ends_when_cancelled(task)
+    assert work.num_begun == 1
+
+
 async def test_in_a_group_it_ends_with_the_group():
     work = Work(ValueError("x"))
     async with asyncio.timeout(10):
