@@ -166,15 +166,15 @@ class GrpcConnection:
 
     async def _finish(self, clean: bool) -> None:
         """End the call. A cancelled call may lose the End frame that was written last, so after one the other side is
-        given time to end the call first. A handler must not return during a write: gRPC would then never end the
-        call."""
+        given time to end the call first. A handler must not return during a write: gRPC would then never end the call.
+        Nor is a taker's write waited for: gRPC 1.85 never wakes that of a call which is cancelled before it is sent."""
         try:
             if not clean:
                 while not self._outgoing.empty():
                     self._outgoing.get_nowait()
                     self._outgoing.task_done()
-                self._call.cancel()
-            await self._outgoing.join()
+            if clean or not self._call.end_cancels:
+                await self._outgoing.join()
             if clean:
                 await self._call.done_writing()
                 await asyncio.wait({self._reading}, timeout=_DRAIN_S)
@@ -245,6 +245,8 @@ def _cause(error: Exception) -> str:
 
 
 class _TakerCall:
+    end_cancels = True
+
     def __init__(self, channel: grpc.aio.Channel):
         self._channel = channel
         self._call = channel.stream_stream(f"/{SERVICE}/{METHOD}")()
@@ -259,15 +261,14 @@ class _TakerCall:
     async def done_writing(self) -> None:
         await self._call.done_writing()
 
-    def cancel(self) -> None:
-        cancel_call(self._call)
-
     async def end(self) -> None:
         cancel_call(self._call)
         await self._channel.close()
 
 
 class _SourceCall:
+    end_cancels = False  # a taker that no longer reads is dropped with its connection, see _SERVER_OPTIONS
+
     def __init__(self, messages: AsyncIterator[bytes], context: grpc.aio.ServicerContext):
         self._messages, self._context = messages, context
 
@@ -279,9 +280,6 @@ class _SourceCall:
 
     async def done_writing(self) -> None:
         """Do nothing: the handler's return ends the call."""
-
-    def cancel(self) -> None:
-        """Do nothing: a taker that no longer reads is dropped with its connection, see _SERVER_OPTIONS."""
 
     async def end(self) -> None:
         """Do nothing: the handler's return ends the call."""

@@ -80,6 +80,29 @@ def test_a_fetch_that_has_ended_leaves_no_call_for_the_collector(how, monkeypatc
         gc.enable()
 
 
+@pytest.mark.parametrize("num_turns", range(8))
+def test_a_connection_that_is_closed_as_it_begins_lets_go_of_its_call(num_turns):
+    async def main():
+        listener = await grpc_stream.listen("127.0.0.1", lambda connection: None)
+        connection = await grpc_stream.connect(f"127.0.0.1:{listener.port}")
+        call = weakref.ref(connection._call)
+        sending = asyncio.create_task(connection.send(kv_pb2.KVFrame(renew=kv_pb2.Renew())))
+        for _ in range(num_turns):
+            await asyncio.sleep(0)
+        sending.cancel()
+        connection.close()
+        try:
+            await until(lambda: call() is None, "the call to be gone")
+        finally:
+            await listener.close()
+
+    gc.disable()
+    try:
+        asyncio.run(main())
+    finally:
+        gc.enable()
+
+
 def test_payload_in_messages_of_any_cut(monkeypatch):
     async def main():
         taker, source, listener = await pair()
