@@ -13,10 +13,10 @@ TICK_S = 0.25
 
 
 async def follow_process_time(on_tick: Callable[[float], None]) -> None:
-    """Call `on_tick(running_s)`, with the seconds that this process has run, every TICK_S, until cancelled."""
-    running_s, at = 0.0, now()
+    """Call `on_tick(elapsed_s)`, with the seconds that this process has run since the last call, every TICK_S, until
+    cancelled."""
+    at = now()
     while True:
         await asyncio.sleep(TICK_S)
         last, at = at, now()
-        running_s += min(at - last, 2 * TICK_S)
-        on_tick(running_s)
+        on_tick(min(at - last, 2 * TICK_S))

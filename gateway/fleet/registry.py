@@ -151,9 +151,9 @@ class Registry:
         finally:
             await self.registered.close()
 
-    def _listen(self, running_s: float) -> None:
+    def _listen(self, elapsed_s: float) -> None:
         for link in self.links:
-            link.session.check_silence(running_s)
+            link.session.check_silence(elapsed_s)
 
     def not_ready(self) -> str | None:
         """Return why no request could be served now, or None if some model can serve."""

@@ -63,7 +63,7 @@ class WorkerSession:
         self._outbox: asyncio.Queue[pb.Command] | None = None
         self._silence: asyncio.Timeout | None = None  # ends the session that is up
         self._ended_for = ""  # why this gateway ended the session
-        self._was_heard, self._heard_at = False, 0.0
+        self._was_heard, self._silent_s = False, 0.0
 
     def send(self, command: pb.Command) -> None:
         """Queue a command. Without a session it is dropped, since its leg has got Lost."""
@@ -73,18 +73,23 @@ class WorkerSession:
     def hang_up(self, why: str) -> None:
         """End the session without ending its legs: the worker parks its sequences until a gateway attaches."""
         self._outbox, self._ended_for = None, why
-        if self._silence is not None:
-            self._silence.reschedule(asyncio.get_running_loop().time())
+        self._end()
 
-    def check_silence(self, running_s: float) -> None:
+    def check_silence(self, elapsed_s: float) -> None:
         """End the session if nothing has arrived for SILENCE_S. Call it regularly.
 
-        `running_s` is the time of a clock that pauses while this process does not run."""
-        if self._was_heard or self._silence is None:
-            self._was_heard, self._heard_at = False, running_s
-        elif running_s - self._heard_at > SILENCE_S:
-            self._silence.reschedule(asyncio.get_running_loop().time())
-            self._heard_at = running_s
+        `elapsed_s` is the time for which this process has run since the last call."""
+        if self._was_heard:
+            self._was_heard, self._silent_s = False, 0.0
+        else:
+            self._silent_s += elapsed_s
+            if self._silent_s > SILENCE_S:
+                self._end()
+
+    def _end(self) -> None:
+        silence, self._silence = self._silence, None  # one that has fired cannot be told again
+        if silence is not None:
+            silence.reschedule(asyncio.get_running_loop().time())
 
     async def run(self) -> None:
         """Connect and serve a session, then pause and connect again, until cancelled."""
