@@ -52,5 +52,7 @@ class Sessions:
 
     def subscribe(self, outbox: Outbox, epoch: int) -> None:
         """Send a snapshot of the index to one session, and later changes."""
-        self.send_block_events()  # to the other sessions; the snapshot contains these changes already
-        outbox.subscribe(epoch, self._engine.ledger.snapshot())
+        with self._engine.ledger.lock:  # what changed between the two calls could be in neither
+            self.send_block_events()  # to the other sessions; the snapshot contains these changes already
+            snapshot = self._engine.ledger.snapshot()
+        outbox.subscribe(epoch, snapshot)
