@@ -27,6 +27,7 @@ from tests.support.faults.checker import (
 from tests.support.faults.history import Ask, History
 from tests.support.faults.proxy import FaultProxy
 from tests.support.faults.reference import Reference
+from tests.support.observe.loads import is_idle
 from tests.support.observe.probe import Probe
 from tests.support.pace import patience
 from tests.support.process import Process
@@ -280,7 +281,7 @@ class Case:
         deadline = time.monotonic() + patience(timeout_s)
         while time.monotonic() < deadline:
             for process in getattr(self.stack, role):
-                if process.alive and (load := self.world.probes[process.name].latest) and _is_busy(load):
+                if process.alive and (load := self.world.probes[process.name].latest) and not is_idle(load):
                     return process
             await asyncio.sleep(0.01)
         raise AssertionError(f"no {role} worker is busy")
@@ -371,7 +372,3 @@ class Case:
         while (await self.world.aside(self.world.counters)).num_running:
             assert time.monotonic() < deadline, "I-3 requests have ended for their clients, not for the gateway"
             await asyncio.sleep(0.05)
-
-
-def _is_busy(load) -> bool:
-    return bool(load.num_running or load.num_waiting or sum(load.blocks_by_holder[:3]))

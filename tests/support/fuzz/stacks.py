@@ -31,6 +31,7 @@ from tests.support.faults.world import World
 from tests.support.fork_server.processes import ForkServerStack
 from tests.support.fuzz.shrink import Plan
 from tests.support.models import EOS_IDS
+from tests.support.observe.loads import HELD
 from tests.support.pace import patience
 from tests.support.process import Process
 
@@ -57,7 +58,6 @@ WORDS = (
 REQUEST_TIMEOUT_S = patience(90.0)
 MAX_TRIES = 4  # of requests refused because all workers are busy
 IDLE_S = 20.0
-NUM_HOLDING = 4  # of the holders of a block: quarantined, fetching, leased, running; then cached and free
 _METRIC = re.compile(r"^baton_(running|waiting|kv_blocks)({[^}]*}) (\S+)$", re.MULTILINE)
 _AT_REST = re.compile(r'holder="(free|cached)"')
 
@@ -376,7 +376,7 @@ class Run:
             for worker in page["workers"]["workers"]:
                 load = worker["load"]
                 told = {name: load[name] for name in ("num_running", "num_waiting", "num_waiting_tokens")}
-                told |= {"num_legs": worker["num_legs"], "blocks": sum(load["blocks_by_holder"][:NUM_HOLDING])}
+                told |= {"num_legs": worker["num_legs"], "blocks": sum(load["blocks_by_holder"][: len(HELD)])}
                 found |= {(gateway.name, worker["address"], name): count for name, count in told.items() if count}
             if running := page["requests"].get("running"):
                 found[gateway.name, "requests"] = len(running)

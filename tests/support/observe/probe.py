@@ -1,4 +1,4 @@
-"""Looks into a worker through a session of its own, as a second gateway would: its blocks by holder."""
+"""Look into a worker through a session of its own, as a second gateway would: its blocks by holder."""
 
 import queue
 import secrets
@@ -7,9 +7,9 @@ import time
 
 import grpc
 
-from baton.protocol import HOLDERS
 from baton.v1 import worker_pb2 as pb
 from baton.v1 import worker_pb2_grpc
+from tests.support.observe.loads import blocks_of, is_idle
 from tests.support.pace import patience
 
 
@@ -34,7 +34,7 @@ class Probe:
         self._channel.close()
 
     def load(self, timeout_s: float = 10) -> pb.Load:
-        """The next report that the worker makes from now on."""
+        """Return the next report that the worker makes from now on."""
         with self._arrived:
             # The first to arrive may have been under way already.
             wanted = self._num_loads + 2
@@ -60,25 +60,17 @@ class Probe:
 
     @property
     def latest(self) -> pb.Load | None:
-        """The last report; None before the first."""
+        """Return the last report; None before the first."""
         return self._latest if self._num_loads else None
 
     def blocks(self) -> dict[str, int]:
-        return self._by_holder(self.load())
+        return blocks_of(self.load())
 
     def wait_idle(self, timeout_s: float = 15) -> dict[str, int]:
-        """Waits until every block is cached or free and nothing runs or waits; returns the blocks by holder."""
+        """Wait until the worker is idle; returns the blocks by holder."""
         deadline = time.monotonic() + patience(timeout_s)
         while True:
             load = self.load()
-            blocks = self._by_holder(load)
-            idle = blocks["cached"] + blocks["free"] == load.num_blocks_total
-            if idle and not load.num_running and not load.num_waiting:
-                return blocks
-            assert time.monotonic() < deadline, f"still held after {timeout_s} s: {blocks}, {load}"
-
-    @staticmethod
-    def _by_holder(load: pb.Load) -> dict[str, int]:
-        blocks = dict(zip(HOLDERS, load.blocks_by_holder, strict=True))
-        assert sum(blocks.values()) == load.num_blocks_total, f"the ledger does not balance: {load}"
-        return blocks
+            if is_idle(load):
+                return blocks_of(load)
+            assert time.monotonic() < deadline, f"still held after {timeout_s} s: {blocks_of(load)}, {load}"

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import grpc
 
-from baton.protocol import HOLDERS
 from baton.service.settings import make_settings
 from baton.v1 import kv_pb2, worker_pb2_grpc
 from baton.v1 import worker_pb2 as pb
@@ -20,6 +19,7 @@ from baton.worker.kv.pool_memory import PoolMemory
 from baton.worker.observe.admin_port import open_admin
 from baton.worker.settings import WorkerSettings
 from kvtransfer.naming import chain_hashes
+from tests.support.observe.loads import blocks_of, is_idle
 from tests.support.worker.doubles import TABLE
 
 _CHAIN_ROOT = hashlib.sha256(b"tests/worker").digest()
@@ -113,18 +113,15 @@ class Session:
         return self.loads[-1]
 
     async def blocks(self) -> dict[str, int]:
-        load = await self.next_load()
-        blocks = dict(zip(HOLDERS, load.blocks_by_holder, strict=True))
-        assert sum(blocks.values()) == load.num_blocks_total
-        return blocks
+        return blocks_of(await self.next_load())
 
     async def wait_idle(self, timeout_s: float = 15) -> dict[str, int]:
-        """Until everything is cached or free."""
+        """Wait until the worker is idle; returns the blocks by holder."""
         async with asyncio.timeout(timeout_s):
             while True:
-                blocks = await self.blocks()
-                if not any(blocks[holder] for holder in HOLDERS[:4]):
-                    return blocks
+                load = await self.next_load()
+                if is_idle(load):
+                    return blocks_of(load)
 
     async def _read(self) -> None:
         while (event := await self.call.read()) is not grpc.aio.EOF:
