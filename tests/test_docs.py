@@ -15,7 +15,7 @@ from gateway.request.request_state import RequestState
 from tests.support.process import ROOT
 from tests.support.source_tree import folder_map
 from tests.support.state_table import state_table_markdown, timeout_table_markdown
-from tests.support.worker.doubles import TABLE as WORKER_TABLE
+from tests.support.worker.fakes import TABLE as WORKER_TABLE
 
 
 @pytest.mark.parametrize(

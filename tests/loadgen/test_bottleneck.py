@@ -7,7 +7,7 @@ import pytest
 
 from baton.cli.main import main
 from baton.service.observe.bottleneck import LEVERS, SENDER_LEVER
-from tests.support.gateway.gateway_stub import StubGateway, serving_gateway
+from tests.support.gateway.fake_gateway import FakeGateway, serving_gateway
 
 CLOSED = ("--closed", "4", "--num-requests", "12")
 SHORT = ("--prompt-tokens", "16", "--output-tokens", "4")
@@ -29,7 +29,7 @@ RUNS = {
 @pytest.mark.parametrize("bottleneck", RUNS)
 def test_the_sentence_names_where_the_time_went(bottleneck, tmp_path, capsys):
     times, load, evidence = RUNS[bottleneck]
-    with serving_gateway(StubGateway(**times)) as target:
+    with serving_gateway(FakeGateway(**times)) as target:
         status = main(["bench", "--target", target, *load, "--seed", "1", "--out", str(tmp_path / "run")])
     said = capsys.readouterr().out
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())

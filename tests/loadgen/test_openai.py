@@ -9,10 +9,10 @@ from baton.loadgen.openai import VOCAB_SIZE
 from baton.loadgen.plan import OpenAIServer, RunPlan
 from baton.loadgen.run import run_jobs
 from baton.loadgen.workload import Job
-from tests.support.gateway.openai_stub import OpenAIStub, serving_openai
+from tests.support.gateway.fake_openai import FakeOpenAI, serving_openai
 
 
-def send(stub: OpenAIStub, num: int = 6, concurrency: int | None = 2, **plan):
+def send(stub: FakeOpenAI, num: int = 6, concurrency: int | None = 2, **plan):
     jobs = [Job(index, 0.0, 20, 4, (0,), 8) for index in range(num)]
     with serving_openai(stub) as url:
         server = OpenAIServer(url, "stub", True)
@@ -20,7 +20,7 @@ def send(stub: OpenAIStub, num: int = 6, concurrency: int | None = 2, **plan):
 
 
 def test_counts_are_those_that_the_server_tells():
-    stub = OpenAIStub(step_s=0.01)
+    stub = FakeOpenAI(step_s=0.01)
     for outcome in send(stub):
         assert outcome.ok and (outcome.num_prompt, outcome.num_output, outcome.num_cached) == (21, 4, 3)
         assert outcome.num_messages == 3, "one event had no text"
@@ -32,22 +32,22 @@ def test_counts_are_those_that_the_server_tells():
 
 
 def test_a_server_that_tells_no_usage():
-    assert {outcome.num_output for outcome in send(OpenAIStub(usage=False))} == {3}, "events with text"
+    assert {outcome.num_output for outcome in send(FakeOpenAI(usage=False))} == {3}, "events with text"
 
 
 def test_an_answer_without_text_takes_as_long_as_it_took():
     """Such as one of control tokens alone, which the server leaves out."""
-    for outcome in send(OpenAIStub(step_s=0.01, texts=False)):
+    for outcome in send(FakeOpenAI(step_s=0.01, texts=False)):
         assert outcome.ok and not outcome.num_messages and outcome.tpot_s is None
         assert outcome.sent_s < outcome.first_s == outcome.last_s
 
 
 def test_the_last_line_without_its_blank():
-    assert all(outcome.ok for outcome in send(OpenAIStub(done=b"data:[DONE]"), num=2))
+    assert all(outcome.ok for outcome in send(FakeOpenAI(done=b"data:[DONE]"), num=2))
 
 
 def test_no_more_at_a_time_than_asked_for_whatever_the_processes():
-    stub = OpenAIStub(step_s=0.01)
+    stub = FakeOpenAI(step_s=0.01)
     assert len(send(stub, num=4, concurrency=1, num_processes=2)) == 4 and stub.num_connections == 1
 
 
@@ -64,7 +64,7 @@ def test_no_more_at_a_time_than_asked_for_whatever_the_processes():
     ],
 )
 def test_ends_that_are_none(stub, status, reason):
-    for outcome in send(OpenAIStub(**stub), num=2, timeout_s=0.5):
+    for outcome in send(FakeOpenAI(**stub), num=2, timeout_s=0.5):
         assert outcome.status == status and reason in outcome.reason
 
 
@@ -74,7 +74,7 @@ def bench(*arguments: str) -> int:
 
 @pytest.mark.parametrize("num_processes", ["1", "2"])
 def test_bench_measures_a_server_of_openais_api(tmp_path, capsys, num_processes):
-    out, stub = tmp_path / "run", OpenAIStub(step_s=0.002, refuses=("ignore_eos",))
+    out, stub = tmp_path / "run", FakeOpenAI(step_s=0.002, refuses=("ignore_eos",))
     (tmp_path / "key").write_text("sk-1\n")
     with serving_openai(stub) as url:
         more = ("--api-key-file", str(tmp_path / "key"), "--processes", num_processes, "--out", str(out))
@@ -88,14 +88,14 @@ def test_bench_measures_a_server_of_openais_api(tmp_path, capsys, num_processes)
 
 
 def test_the_query_of_the_address_goes_with_every_call():
-    stub = OpenAIStub()
+    stub = FakeOpenAI()
     with serving_openai(stub) as url:
         assert bench("--openai", f"{url}/?api-version=1&key=2#part") == 0
     assert stub.queries == {"api-version=1&key=2"}
 
 
 def test_what_cannot_be_measured_is_one_line(capsys):
-    with serving_openai(OpenAIStub()) as url:
+    with serving_openai(FakeOpenAI()) as url:
         wrong = {
             ("--openai", url, "--model", "gone"): "has no model 'gone': it has stub, other",
             ("--openai", url.replace("/v1", "/v2")): "HTTP 404",

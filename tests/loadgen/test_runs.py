@@ -17,7 +17,7 @@ from baton.loadgen.summary import percentile, summarize, table
 from baton.loadgen.workload import Job
 from baton.service.observe.bottleneck import BOTTLENECKS, LEVERS
 from baton.service.slo import Slo
-from tests.support.gateway.gateway_stub import StubGateway, serving_gateway
+from tests.support.gateway.fake_gateway import FakeGateway, serving_gateway
 
 
 def jobs(num: int, gap_s: float = 0.01, num_output: int = 3) -> list[Job]:
@@ -26,7 +26,7 @@ def jobs(num: int, gap_s: float = 0.01, num_output: int = 3) -> list[Job]:
 
 @pytest.mark.parametrize("num_processes, concurrency", [(1, None), (1, 4), (2, None), (2, 3)])
 def test_every_job_is_sent_once_and_told(num_processes, concurrency):
-    stub, told = StubGateway(), []
+    stub, told = FakeGateway(), []
     with serving_gateway(stub) as target:
         ran = run_jobs(RunPlan(target, 1000, concurrency, num_processes), jobs(12), told.append)
     assert [outcome.index for outcome in ran.outcomes] == list(range(12)) and len(told) == 12
@@ -38,13 +38,13 @@ def test_every_job_is_sent_once_and_told(num_processes, concurrency):
 
 
 def test_an_open_loop_does_not_wait_for_answers():
-    with serving_gateway(StubGateway(delay_s=1.0)) as target:
+    with serving_gateway(FakeGateway(delay_s=1.0)) as target:
         ran = run_jobs(RunPlan(target, 1000), jobs(10, num_output=1))
     assert max(outcome.sent_s for outcome in ran.outcomes) < min(outcome.first_s for outcome in ran.outcomes)
 
 
 def test_a_closed_loop_keeps_its_number():
-    with serving_gateway(StubGateway(delay_s=0.05)) as target:
+    with serving_gateway(FakeGateway(delay_s=0.05)) as target:
         ran = run_jobs(RunPlan(target, 1000, concurrency=2), jobs(8, num_output=1))
     for outcome in ran.outcomes:
         at_once = [o for o in ran.outcomes if o.sent_s < outcome.last_s and o.last_s > outcome.sent_s]
@@ -52,7 +52,7 @@ def test_a_closed_loop_keeps_its_number():
 
 
 def test_refusals_are_outcomes():
-    with serving_gateway(StubGateway(refuse_every=3)) as target:
+    with serving_gateway(FakeGateway(refuse_every=3)) as target:
         ran = run_jobs(RunPlan(target, 1000), jobs(9))
     summary = summarize(ran, Slo(), is_open=True)
     assert summary["statuses"] == {"OK": 6, "RESOURCE_EXHAUSTED": 3}
@@ -69,7 +69,7 @@ def test_a_late_sender_is_not_valid(monkeypatch):
         return real(self, job)
 
     monkeypatch.setattr(client.Sender, "_request", slow)
-    with serving_gateway(StubGateway()) as target:
+    with serving_gateway(FakeGateway()) as target:
         ran = run_jobs(RunPlan(target, 1000), jobs(8, gap_s=0.001))
     summary = summarize(ran, Slo(), is_open=True)
     assert not summary["valid"] and summary["bound"]["name"] == "client"

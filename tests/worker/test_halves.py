@@ -23,7 +23,7 @@ from baton.worker.settings import WorkerSettings
 from tests.support import bare_engine
 from tests.support.model_folders.families import make_folder
 from tests.support.models import make_model
-from tests.support.worker.doubles import OutboxDouble
+from tests.support.worker.fakes import FakeOutbox
 from tests.support.worker.scripted import make_spec, run_bounded, taker_of
 
 KEY = pb.Key(request_id="one")
@@ -51,7 +51,7 @@ class Half:
             on_ended=self.ended.append, resume_window_s=1.0,
         )  # fmt: skip
         self.dispatcher = LegDispatcher(machine)
-        self.outbox = OutboxDouble()
+        self.outbox = FakeOutbox()
 
     async def __aenter__(self) -> "Half":
         await self.transfer.start()

@@ -6,13 +6,13 @@ import pytest
 
 from baton.service.security.access import Access
 from bench.processes import flood
-from tests.support.gateway.gateway_stub import StubGateway, serving_gateway
+from tests.support.gateway.fake_gateway import FakeGateway, serving_gateway
 
 
 @pytest.mark.parametrize("kind", ["streams", "prompts", "unread"])
 @pytest.mark.parametrize("refuse_every", [0, 1])
 def test_a_flood_that_is_served_or_refused_is_there_when_it_is_measured(kind, refuse_every):
-    stub = StubGateway(refuse_every=refuse_every)
+    stub = FakeGateway(refuse_every=refuse_every)
     with serving_gateway(stub) as target, flood.flooding(kind, target, Access(), 4096, 2048):
         assert stub.prompts
 
@@ -31,7 +31,7 @@ def test_a_flood_whose_process_ends_is_told(ends, monkeypatch):
         flood, "_check", lambda kind, process, check=flood._check: started.append(process) or check(kind, process)
     )
     with (
-        serving_gateway(StubGateway()) as target,
+        serving_gateway(FakeGateway()) as target,
         pytest.raises(RuntimeError, match="the process of the flood of streams ended"),
     ):
         key = Path("/nowhere/key") if ends == "at once" else None

@@ -14,14 +14,14 @@ import pytest
 
 from baton.cli.client import bench as bench_module
 from baton.cli.main import main
-from tests.support.gateway.gateway_stub import StubGateway, serving_gateway
+from tests.support.gateway.fake_gateway import FakeGateway, serving_gateway
 from tests.support.launch.commands import run_unread
 from tests.support.pace import patience
 
 
 @pytest.fixture(scope="module")
 def target():
-    with serving_gateway(StubGateway(delay_s=0.002)) as target:
+    with serving_gateway(FakeGateway(delay_s=0.002)) as target:
         yield target
 
 
@@ -30,7 +30,7 @@ def bench(*arguments: str) -> int:
 
 
 def test_one_of_several_models(tmp_path):
-    stub = StubGateway()
+    stub = FakeGateway()
     with serving_gateway(stub) as target:
         out = tmp_path / "run"
         bench("--target", target, "--model", "code", "--closed", "2", "--num-requests", "4", "--out", str(out))

@@ -11,14 +11,14 @@ import pytest
 
 from baton.cli.main import main
 from baton.loadgen import report
-from tests.support.gateway.gateway_stub import StubGateway, serving_gateway
+from tests.support.gateway.fake_gateway import FakeGateway, serving_gateway
 from tests.support.pace import patience
 from tests.support.process import Process
 
 
 @pytest.fixture(scope="module")
 def stub():
-    return StubGateway(delay_s=0.05)
+    return FakeGateway(delay_s=0.05)
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +27,7 @@ def target(stub):
         yield target
 
 
-def started(stub: StubGateway, target: str, folder, *options: str) -> Process:
+def started(stub: FakeGateway, target: str, folder, *options: str) -> Process:
     """A run of minutes, on its way."""
     num_before = len(stub.prompts)
     argv = [

@@ -13,7 +13,7 @@ from baton.v1 import worker_pb2 as pb
 from baton.worker.legs.states import LegEvent, LegState
 from baton.worker.wire.end_status import Status
 from kvtransfer.transfer.fetcher import FetchReport
-from tests.support.worker.doubles import LEASE_ID, LegMachineHarness, numbered_spec
+from tests.support.worker.fakes import LEASE_ID, LegMachineHarness, numbered_spec
 
 KEY, OTHER = Key("one", 1), Key("one", 2)  # of two attempts at the same request
 REPORT = FetchReport(3, 12, 8, "shm", "exact", 0.1, 0.01, "because")

@@ -1,4 +1,4 @@
-"""A scripted gateway: sessions with real workers, and the whole walk of one request, step by step."""
+"""A gateway that the test plays: sessions with real workers, and the whole walk of one request, step by step."""
 
 import asyncio
 import hashlib
@@ -20,7 +20,7 @@ from baton.worker.observe.admin_port import open_admin
 from baton.worker.settings import WorkerSettings
 from kvtransfer.naming import chain_hashes
 from tests.support.observe.loads import blocks_of, is_idle
-from tests.support.worker.doubles import TABLE
+from tests.support.worker.fakes import TABLE
 
 _CHAIN_ROOT = hashlib.sha256(b"tests/worker").digest()
 BUDGET_MS = 30_000

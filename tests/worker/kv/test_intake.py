@@ -14,7 +14,7 @@ from kvtransfer.compatible import EXACT, MIXED
 from kvtransfer.errors import DeviceHangs, PeerLost, TransferFailed
 from kvtransfer.transfer.fetcher import FetchReport
 from tests.support.pace import patience
-from tests.support.worker.doubles import EngineDouble
+from tests.support.worker.fakes import FakeEngine
 
 
 class FailingFetcher:
@@ -31,8 +31,8 @@ def make_leg(num_tokens: int) -> SimpleNamespace:
 
 
 @pytest.fixture
-def engine() -> EngineDouble:
-    engine = EngineDouble()
+def engine() -> FakeEngine:
+    engine = FakeEngine()
     engine.answer["skip"] = 0
     return engine
 

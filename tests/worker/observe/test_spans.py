@@ -12,7 +12,7 @@ from baton.v1 import worker_pb2 as pb
 from baton.worker.legs.states import LegEvent, LegState
 from baton.worker.observe.spans import Spans
 from baton.worker.wire.outbox import Outbox
-from tests.support.worker.doubles import LegMachineHarness
+from tests.support.worker.fakes import LegMachineHarness
 from tests.support.worker.key_paths import DONE, KEY, bring_to, make_happen
 
 

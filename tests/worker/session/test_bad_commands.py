@@ -21,7 +21,7 @@ from kvtransfer.transfer.fetcher import FetchReport
 from tests.support.engine.collector import Collector
 from tests.support.engine.handover import copy_kv
 from tests.support.engine.toy_engine import CHAIN_ROOT, TOY_VOCAB, engine_request, toy_answer, toy_engine, toy_prompt
-from tests.support.worker.doubles import LegMachineHarness, numbered_spec
+from tests.support.worker.fakes import LegMachineHarness, numbered_spec
 
 NUM_TOKENS = 70
 FETCHED = FetchReport(NUM_TOKENS, 12, 8, "shm", "exact", 0.1, 0.01, "because")

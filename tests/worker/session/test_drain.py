@@ -16,7 +16,7 @@ from baton.worker.session.drain import Drain
 from baton.worker.settings import WorkerSettings
 from tests.support.models import make_model
 from tests.support.pace import patience
-from tests.support.worker.doubles import LegMachineHarness
+from tests.support.worker.fakes import LegMachineHarness
 from tests.support.worker.key_paths import bring_to
 from tests.support.worker.scripted import LegEnded, Pair, Session, make_spec, run_bounded, run_pair
 from tests.worker.session.slow_answers import PROMPT, begin, decode_worker, spec_of, whole

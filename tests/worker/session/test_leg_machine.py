@@ -19,7 +19,7 @@ from baton.worker.legs.states import LegEvent, LegState
 from baton.worker.wire.end_status import Status
 from kvtransfer.transfer.leases import LeaseEnding
 from tests.support.engine.toy_engine import toy_engine
-from tests.support.worker.doubles import LegMachineHarness, OutboxDouble, numbered_spec
+from tests.support.worker.fakes import FakeOutbox, LegMachineHarness, numbered_spec
 from tests.support.worker.key_paths import DONE, KEY, OTHER, PATHS, attach, bring_to, make_happen, run_with_harness
 
 
@@ -130,7 +130,7 @@ def test_a_prompt_whose_adapter_has_no_slot_is_refused_at_once(monkeypatch):
 def test_another_gateways_key_is_not_touched():
     def check(harness):
         make_happen(harness, LegEvent.ADMIT)
-        stranger, key = OutboxDouble(), pb.Key(request_id=KEY[0], attempt=KEY[1])
+        stranger, key = FakeOutbox(), pb.Key(request_id=KEY[0], attempt=KEY[1])
         harness.dispatch(stranger, admit=pb.Admit(key=key, spec=numbered_spec()))
         harness.dispatch(stranger, cancel=pb.Cancel(key=key))
         harness.dispatch(stranger, start=pb.Start(key=key))

@@ -17,7 +17,7 @@ from baton.worker.session.leg_machine import LegTransition
 from baton.worker.session.table import join_tables
 from decode_worker.parking import attach as attach_action
 from tests.support.process import ROOT
-from tests.support.worker.doubles import TABLE, LegMachineHarness, numbered_spec
+from tests.support.worker.fakes import TABLE, LegMachineHarness, numbered_spec
 from tests.support.worker.key_paths import KEY, OTHER, PATHS, make_happen
 
 OPENED_BY = {

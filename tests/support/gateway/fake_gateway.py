@@ -13,7 +13,7 @@ from tests.support.in_thread import serving_in_thread
 BOUND_OF = {"prefill": "prefill compute", "prefill_queue": "prefill queue", "kv_wait": "transfer"}
 
 
-class StubGateway(inference_pb2_grpc.InferenceServicer):
+class FakeGateway(inference_pb2_grpc.InferenceServicer):
     """`delay_s` before the first token, `step_s` before each other; every `refuse_every`-th request is refused. The
     delay is reported as that of `phase`; kv_wait comes behind the first token."""
 
@@ -44,7 +44,7 @@ class StubGateway(inference_pb2_grpc.InferenceServicer):
             await context.write(message)
 
 
-def serving_gateway(stub: StubGateway) -> contextlib.AbstractContextManager[str]:
+def serving_gateway(stub: FakeGateway) -> contextlib.AbstractContextManager[str]:
     """Serve it in a thread of its own; yields its address."""
 
     @contextlib.asynccontextmanager

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 from tests.support.in_thread import serving_in_thread
 
 
-class OpenAIStub:
+class FakeOpenAI:
     """`step_s` before each token. `refuses`: fields that it answers 400. `usage` False: it never tells how many tokens
     there were. `breaks`: "error" or "garbage" in mid-stream, "hang" or "close" after the first token, "whole": one JSON
     object in place of a stream. `done`: its last line. `texts` False: no event has text."""
@@ -86,7 +86,7 @@ def _chunk(writer: asyncio.StreamWriter, data: bytes) -> None:
     writer.write(f"{len(data):x}\r\n".encode() + data + b"\r\n")
 
 
-def serving_openai(stub: OpenAIStub) -> contextlib.AbstractContextManager[str]:
+def serving_openai(stub: FakeOpenAI) -> contextlib.AbstractContextManager[str]:
     """Serve it in a thread of its own; yields its URL."""
 
     @contextlib.asynccontextmanager

@@ -1,4 +1,4 @@
-"""Doubles of what surrounds a worker's keys: they remember what they were given, and answer only when the test says
+"""Fakes of what surrounds a worker's keys: they remember what they were given, and answer only when the test says
 so."""
 
 from types import SimpleNamespace
@@ -19,7 +19,7 @@ _CHAIN_ROOT = b"r" * 32
 LEASE_ID = b"lease" * 3 + b"x"
 
 
-class EngineDouble:
+class FakeEngine:
     """Every call is a line in `calls`; `answer[name]` is returned, or raised where it is an exception."""
 
     spec = SimpleNamespace(vocab_size=1000)
@@ -44,7 +44,7 @@ class EngineDouble:
         return sum(call[0] == name for call in self.calls)
 
 
-class HandoffDouble:
+class FakeHandoff:
     """Leases; a cancelled one is over at once, as the source's are."""
 
     def __init__(self):
@@ -81,7 +81,7 @@ class HandoffDouble:
         return lambda leg, *args: self.calls.append((name, leg.key))
 
 
-class IntakeDouble:
+class FakeIntake:
     """Fetches that end when the test says so."""
 
     def __init__(self):
@@ -105,7 +105,7 @@ class IntakeDouble:
         on_end(leg, outcome)
 
 
-class OutboxDouble:
+class FakeOutbox:
     """An outbox that keeps what the gateway would read."""
 
     def __init__(self):
@@ -136,18 +136,18 @@ class OutboxDouble:
 
 
 class LegMachineHarness:
-    """The keys of a worker among doubles, and commands to give them. `engine`: a real one instead of the double."""
+    """The keys of a worker among fakes, and commands to give them. `engine`: a real one instead of the fake."""
 
     def __init__(self, resume_window_s: float = 60.0, engine=None, table=TABLE):
-        self.engine, self.handoff, self.intake = engine or EngineDouble(), HandoffDouble(), IntakeDouble()
+        self.engine, self.handoff, self.intake = engine or FakeEngine(), FakeHandoff(), FakeIntake()
         self.ended: list = []
         self.machine = LegMachine(
             table, self.engine, self.handoff, self.intake, on_change=lambda: None, on_ended=self.ended.append,
             resume_window_s=resume_window_s,
         )  # fmt: skip
         self.dispatcher = LegDispatcher(self.machine)
-        self.outbox = OutboxDouble()
-        self.other = OutboxDouble()  # of another session
+        self.outbox = FakeOutbox()
+        self.other = FakeOutbox()  # of another session
 
     def leg(self, key: Key):
         """By the name that it began with."""
