@@ -80,7 +80,7 @@ class Client:
 
     def __init__(self, memory: Memory, clock: Clock):
         self._memory, self._clock = memory, clock
-        self.is_cut = self.loses_answers = False
+        self.is_cut = self.loses_answers = self.refuses_bits = False
         self.trip_s = 0.0
         self.num_trips = self.num_commands = 0
 
@@ -111,6 +111,8 @@ class Client:
         pass
 
     def pipeline(self, transaction):
+        if transaction and self.refuses_bits:
+            raise redis.exceptions.OutOfMemoryError("OOM")
         return Batch(self)
 
 
@@ -269,11 +271,12 @@ class World:
 
     def a_connection_fails(self) -> None:
         client = self.rng.choice(self.gateways).client
-        client.is_cut, client.loses_answers = self.rng.choice([(True, False), (False, True)])
+        client.is_cut = client.loses_answers = client.refuses_bits = False
+        setattr(client, self.rng.choice(["is_cut", "loses_answers", "refuses_bits"]), True)
 
     def connections_come_back(self) -> None:
         for gateway in self.gateways:
-            gateway.client.is_cut = gateway.client.loses_answers = False
+            gateway.client.is_cut = gateway.client.loses_answers = gateway.client.refuses_bits = False
 
     def a_gateway_freezes(self) -> None:
         self.rng.choice(self.gateways).is_frozen = True
