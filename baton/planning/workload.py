@@ -20,15 +20,16 @@ def drawn_entries(rate: float, shape: Shape, num: int) -> list[TraceEntry]:
 
 
 def fitting(entries: Sequence[TraceEntry], context: int) -> list[TraceEntry]:
-    """Return the requests that fit the context. Raises ValueError if they are too few."""
+    """Return the requests that fit the context. Raises ValueError if others leave too few."""
     found = [entry for entry in entries if entry.num_prompt + max(1, entry.num_output) <= context]
-    if len(found) < 2 or found[-1].at_s <= found[0].at_s:
-        raise ValueError(f"{len(found)} requests of the trace fit into a context of {context}: too few to plan by")
+    if len(found) < len(entries) and (len(found) < 2 or found[-1].at_s <= found[0].at_s):
+        fit = f"{len(found)} of {len(entries)} requests fit into a context of {context}"
+        raise ValueError(f"{fit}: too few to plan by")
     return found
 
 
 def at_rate(entries: Sequence[TraceEntry], rate: float) -> list[TraceEntry]:
-    """Return the trace scaled to `rate` requests a second."""
+    """Return requests scaled to `rate` requests a second."""
     first, span = entries[0].at_s, entries[-1].at_s - entries[0].at_s
     scale = len(entries) / rate / span
     return [replace(entry, at_s=(entry.at_s - first) * scale, num_output=max(1, entry.num_output)) for entry in entries]

@@ -254,8 +254,17 @@ def test_a_trace_whose_longest_have_no_room_is_planned_at_the_rate_of_the_others
     assert main(argv) == 0
     told = capsys.readouterr()
     assert json.loads(told.out)["rate"] == pytest.approx(0.5)
-    assert "21 of 41 requests of the trace are longer than the model's context of 2048 tokens: left out" in told.err
+    assert "21 of 41 requests are longer than the model's context of 2048 tokens: left out" in told.err
     assert "20 requests of 64 + 4 tokens at 0.5/s" in told.err
+
+
+def test_drawn_requests_beyond_the_context_are_left_out_too(capsys):
+    """Lengths vary around their means: one of 300 refused the whole plan."""
+    argv = ["plan", "--device", "cpu", "--rate", "0.5", "--lengths", "1700,8", "--num-requests", "20"]
+    assert main([*argv, "--quantization", "none", "--kv-dtype", "auto", "--slo", "ttft=9s", "--json"]) == 0
+    told = capsys.readouterr()
+    assert json.loads(told.out)["rate"] == 0.5
+    assert re.search(r"\d of 20 requests are longer than the model's context of 2048 tokens: left out", told.err)
 
 
 def test_an_unknown_device_names_those_that_are_known():

@@ -157,5 +157,5 @@ def test_a_trace_comes_as_fast_as_asked():
     entries = [TraceEntry(10.0 * number, 100, 0) for number in range(11)] + [TraceEntry(200, 5000, 10)]
     found = at_rate(fitting(entries, 2048), 4.0)
     assert len(found) == 11 and found[-1].at_s == pytest.approx(11 / 4) and found[0].num_output == 1
-    with pytest.raises(ValueError, match="1 requests of the trace fit into a context of 90"):
+    with pytest.raises(ValueError, match="1 of 2 requests fit into a context of 90"):
         fitting([TraceEntry(0, 80, 2), TraceEntry(1, 100, 2)], 90)

@@ -122,13 +122,13 @@ def _plan(args: argparse.Namespace, entries: list[TraceEntry], rate: float, slo:
         spec, device, efficiencies = read_model(args)
         if device.cores is not None and device.threads > device.cores:
             raise ValueError(f"--threads {args.threads}: this machine has {device.cores} cores")
-        if args.trace is not None:
-            num_all, entries = len(entries), fitting(entries, spec.longest_context)
+        num_all, entries = len(entries), fitting(entries, spec.longest_context)
+        if num_longer := num_all - len(entries):
+            what = f"longer than the model's context of {spec.longest_context} tokens: left out"
+            print(f"{num_longer} of {num_all} requests are {what}", file=sys.stderr)
+        if args.trace is not None or num_longer:
             rate = args.rate or rate * len(entries) / num_all
             entries = at_rate(entries, rate)
-            if num_longer := num_all - len(entries):
-                what = f"longer than the model's context of {spec.longest_context} tokens: left out"
-                print(f"{num_longer} of {num_all} requests of the trace are {what}", file=sys.stderr)
         stored = stored_form(args, spec, device)
         forms = search.WANTED_FORMS if args.quantization == "any" else (args.quantization,)
         forms = forms if stored is None else (stored,)
