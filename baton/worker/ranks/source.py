@@ -43,17 +43,18 @@ class RankSource:
             await self._source.stop()
 
     async def _open(self, order: OpenOrder) -> None:
-        identity = SourceIdentity(
-            bytes.fromhex(order["instance"]), order["epoch"], bytes.fromhex(order["model"]), order["numerics"]
-        )
-        source = self._make(
-            identity=identity, on_lease_end=self._lease_ended, generations=lambda block_id: self._generations.get(block_id, -1),
-            lease_ttl_s=order["ttl_s"], mint=TicketMint(bytes.fromhex(order["mint"])), is_strict=order["is_strict"],
-            grace_s=GRACE_S,
-        )  # fmt: skip
         try:
+            identity = SourceIdentity(
+                bytes.fromhex(order["instance"]), order["epoch"], bytes.fromhex(order["model"]), order["numerics"]
+            )
+            source = self._make(
+                identity=identity, on_lease_end=self._lease_ended,
+                generations=lambda block_id: self._generations.get(block_id, -1),
+                lease_ttl_s=order["ttl_s"], mint=TicketMint(bytes.fromhex(order["mint"])), is_strict=order["is_strict"],
+                grace_s=GRACE_S,
+            )  # fmt: skip
             await source.start(self._address)
-        except OSError as error:
+        except Exception as error:  # the worker says it, and ends
             self._send_note({"closed": str(error)})
             return
         self._source = source

@@ -7,6 +7,7 @@ says so when it asks for its next message.
 
 import asyncio
 import json
+import logging
 import queue
 from collections import deque
 from collections.abc import Awaitable, Callable
@@ -25,6 +26,8 @@ CHUNK_BYTES = 4 << 20
 MAX_KV_BYTES = 16 << 20
 _LAST, _MORE, _NOTE, _LAST_OF_KV, _WRITTEN = b"\0", b"\1", b"\2", b"\3", b"\4"
 BROKEN = (grpc.RpcError, grpc.aio.UsageError, asyncio.InvalidStateError, StopAsyncIteration)
+
+log = logging.getLogger(__name__)
 
 
 class JoinedStream:
@@ -126,7 +129,10 @@ class JoinedStream:
                 self.num_received += 1
                 kind = chunk[:1]
                 if kind == _NOTE:
-                    self.on_note(json.loads(chunk[1:]))
+                    try:
+                        self.on_note(json.loads(chunk[1:]))
+                    except Exception:
+                        log.exception("a note of a rank failed")
                     continue
                 if kind == _WRITTEN:
                     self._kv_under_way.popleft()

@@ -9,6 +9,7 @@ import pytest
 
 from baton.worker.ranks.leases import RankedSource
 from baton.worker.ranks.rank_pools import KVRank, gives, sharding_of
+from baton.worker.ranks.source import RankSource
 from kvtransfer.errors import LeaseExpired
 from kvtransfer.layout import BlockRef, Box, KVGroup, KVLayout, PromptKV, Taker
 from kvtransfer.memory.reshard import Sharding
@@ -16,6 +17,7 @@ from kvtransfer.transfer.leases import LeaseEnding
 from kvtransfer.transfer.local_pool import LocalPool
 from kvtransfer.transfer.source import Source, SourceIdentity
 from kvtransfer.transfer.ticket import TicketMint
+from kvtransfer.transports.endpoints import Address
 from kvtransfer.wire import decode_handle
 
 LAYOUT = KVLayout((KVGroup("paged", 2, 2, 8, "bf16", 16),))
@@ -150,6 +152,18 @@ async def test_a_rank_that_cannot_listen():
     harness.source.handle_note(0, {"closed": "no KV sockets can be made in /nowhere"})
     with pytest.raises(OSError, match="no KV sockets can be made in /nowhere"):
         await starting
+
+
+async def test_a_rank_that_cannot_make_its_source_says_why():
+    def make(**settings) -> Source:
+        raise ValueError("no such transport: tpc")
+
+    rank = Rank()
+    source = RankSource(make, Address("127.0.0.1"), rank.send_note)
+    order = {"instance": "00", "epoch": 1, "model": "00", "numerics": "exact", "mint": "00" * 32, "ttl_s": 5.0}
+    source.handle_note({"open": order | {"is_strict": False, "settings": SETTINGS}})
+    await asyncio.wait([cast(asyncio.Task, source._opening)])
+    assert rank.notes == [{"closed": "no such transport: tpc"}]
 
 
 def test_parts_of_ranks():

@@ -1,12 +1,13 @@
 """Messages of a rank of another host, in pieces."""
 
 import asyncio
+import json
 from collections import Counter
 
 import torch
 
 from baton.engine.parallel.pipeline import PipelineLeader
-from baton.worker.ranks.stream import JoinedStream
+from baton.worker.ranks.stream import _NOTE, JoinedStream
 
 
 async def test_a_long_message_on_its_way_is_a_sign_of_life():
@@ -71,4 +72,23 @@ async def test_a_step_goes_before_kv_that_waits():
     second, *others = [await pieces.get() for _ in range(3)]
     assert second[1:] == b"step" and all(piece[1:3] == b"kv" for piece in (first, *others))
     sending.close()
+    await running
+
+
+async def test_a_note_that_fails_is_logged_and_the_next_one_is_read(caplog):
+    stream, chunks, came, nothing = JoinedStream(), asyncio.Queue(), asyncio.Event(), asyncio.Queue()
+
+    def take(note: dict) -> None:
+        if note == {"advance": "00"}:
+            raise ValueError("the watermark goes back")
+        came.set()
+
+    stream.on_note = take
+    for note in ({"advance": "00"}, {"finish": "00"}):
+        chunks.put_nowait(_NOTE + json.dumps(note).encode())
+    running = asyncio.create_task(stream.run(chunks.get, nothing.put))
+    coming = asyncio.create_task(came.wait())
+    await asyncio.wait([running, coming], return_when=asyncio.FIRST_COMPLETED)
+    assert came.is_set() and "the watermark goes back" in caplog.text
+    stream.close()
     await running
