@@ -11,7 +11,7 @@ from baton.v1 import kv_pb2
 from kvtransfer.errors import ProtocolError
 from kvtransfer.memory.byte_runs import check_within
 from kvtransfer.transports.mapped_connection import MappedConnection
-from kvtransfer.transports.nixl_engine import NixlAgent, Segment
+from kvtransfer.transports.nixl_engine import NixlAgent, NixlPeer, Segment
 from kvtransfer.transports.socket_connection import SILENCE_S, SocketConnection, SocketListener
 from kvtransfer.transports.tcp import connected, listening
 from kvtransfer.wire import MAX_TAKER_FRAME_BYTES
@@ -79,7 +79,7 @@ class _NixlTakerConnection(MappedConnection):
         super().__init__(sock)
         self._agent = agent
         self._block_bytes = block_bytes
-        self._peer: str | None = None
+        self._peer: NixlPeer | None = None
         self._pool: Segment | None = None
 
     async def _map(self, mapping: kv_pb2.Mapping) -> None:

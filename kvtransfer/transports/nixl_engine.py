@@ -71,7 +71,10 @@ class Segment(NamedTuple):
 
 
 @dataclass(slots=True)
-class _Peer:
+class NixlPeer:
+    """A source's agent, met once. Met again after it was dropped, it is another with the same name."""
+
+    metadata: bytes
     name: str
     num_users: int = 0
 
@@ -89,7 +92,7 @@ class NixlAgent:
                 "NIXL is not installed: pip install nixl-cu13 (nixl-cu12 for CUDA 12), or choose other --transports"
             )
         self.segment = segment
-        self._peers: dict[bytes, _Peer] = {}  # by metadata
+        self._peers: dict[bytes, NixlPeer] = {}  # by metadata
         try:
             api = importlib.import_module(f"{package}._api")
             # Names must differ: agents of containers with one hostname would take each other's metadata.
@@ -114,8 +117,8 @@ class NixlAgent:
         """Serve reads of this source's memory where the network is emulated."""
         self._agent.get_new_notifs()
 
-    def open_peer(self, metadata: bytes) -> str:
-        """Add a peer, or use a known one; return its name. `close_peer` ends the use. Raises PeerLost for metadata that
+    def open_peer(self, metadata: bytes) -> NixlPeer:
+        """Add a peer, or use a known one, and return it. `close_peer` ends the use. Raises PeerLost for metadata that
         NIXL rejects."""
         peer = self._peers.pop(metadata, None)
         if peer is None:
@@ -123,40 +126,42 @@ class NixlAgent:
                 name = self._agent.add_remote_agent(metadata)
             except Exception as error:
                 raise PeerLost(f"NIXL does not reach the source: {type(error).__name__}: {error}") from error
-            peer = _Peer(name.decode() if isinstance(name, bytes) else name)
+            peer = NixlPeer(metadata, name.decode() if isinstance(name, bytes) else name)
         self._peers[metadata] = peer  # the newest last
         peer.num_users += 1
-        return peer.name
+        return peer
 
-    def close_peer(self, name: str) -> None:
+    def close_peer(self, peer: NixlPeer) -> None:
         """End one use of a peer. Idle peers are kept up to _MAX_IDLE, since meeting one again takes milliseconds."""
-        for peer in self._peers.values():
-            peer.num_users -= peer.name == name
-        idle = [metadata for metadata, peer in self._peers.items() if not peer.num_users]
-        for metadata in idle[: max(0, len(idle) - _MAX_IDLE)]:
-            self._remove(metadata)
+        peer.num_users -= 1
+        idle = [each for each in self._peers.values() if not each.num_users]
+        for each in idle[: max(0, len(idle) - _MAX_IDLE)]:
+            self._drop_peer(each)
 
-    def _drop_peer(self, name: str) -> None:
+    def _drop_peer(self, peer: NixlPeer) -> None:
         """Remove a peer, which ends its connection and all transfers on it."""
-        for metadata in [metadata for metadata, peer in self._peers.items() if peer.name == name]:
-            self._remove(metadata)
+        if self._is_known(peer):
+            del self._peers[peer.metadata]
+            try:
+                self._agent.remove_remote_agent(peer.name)
+            except Exception:
+                pass  # NIXL has removed it itself
 
-    def _remove(self, metadata: bytes) -> None:
-        try:
-            self._agent.remove_remote_agent(self._peers.pop(metadata).name)
-        except Exception:
-            pass  # it is removed already
+    def _is_known(self, peer: NixlPeer) -> bool:
+        return self._peers.get(peer.metadata) is peer
 
-    async def read(self, peer: str, theirs: Segment, runs: np.ndarray, within_s: float) -> None:
+    async def read(self, peer: NixlPeer, theirs: Segment, runs: np.ndarray, within_s: float) -> None:
         """Read `runs`, int64 [n, 6] of byte_runs.merged_runs, from a peer's segment. Raises PeerLost. On cancellation
         the transfer is still awaited, so no byte arrives after this has raised; a peer that had to be dropped ends with
         its connection."""
         await await_despite_cancel(asyncio.ensure_future(self._read(peer, theirs, runs, within_s)))
 
-    async def _read(self, peer: str, theirs: Segment, runs: np.ndarray, within_s: float) -> None:
+    async def _read(self, peer: NixlPeer, theirs: Segment, runs: np.ndarray, within_s: float) -> None:
+        if not self._is_known(peer):
+            raise PeerLost("NIXL: another transfer on this connection has failed")
         try:
             to, out_of = self._described(runs, OWN, self.segment), self._described(runs, SOURCE, theirs)
-            handle = self._agent.initialize_xfer("READ", to, out_of, peer)
+            handle = self._agent.initialize_xfer("READ", to, out_of, peer.name)
             state, began = self._agent.transfer(handle), time.monotonic()
             while state == "PROC" and (elapsed_s := time.monotonic() - began) < within_s:
                 await asyncio.sleep(0 if elapsed_s < _BUSY_S else _PAUSE_S)

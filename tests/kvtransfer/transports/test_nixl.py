@@ -122,6 +122,32 @@ def test_transfers_that_fail_are_tried_again_and_the_next_one_works(network):
     asyncio.run(main())
 
 
+def test_a_peer_that_was_dropped_and_met_again_has_users_of_its_own(network):
+    """It was taken for idle by the end of an older fetch, and removed amid the transfer of a newer one."""
+    sources = [NixlAgent(Segment(0, 9)) for _ in range(nixl_engine._MAX_IDLE + 2)]
+    agent, metadata = NixlAgent(Segment(0, 9)), sources[0].metadata
+    failing, older = agent.open_peer(metadata), agent.open_peer(metadata)
+    agent._drop_peer(failing)
+    newer = agent.open_peer(metadata)
+    agent.close_peer(older)
+    for source in sources[1:]:
+        agent.close_peer(agent.open_peer(source.metadata))
+    assert metadata.decode() in network.agents[agent.metadata.decode()]._known
+    for each in (failing, newer):
+        agent.close_peer(each)
+    assert len(agent._peers) == nixl_engine._MAX_IDLE
+
+
+def test_nothing_is_read_from_a_peer_that_was_dropped(network):
+    """Its bytes could land once its fetch has ended: the drop that ends its transfers has been."""
+    source, agent = NixlAgent(Segment(0, 9)), NixlAgent(Segment(0, 9))
+    failing, older = agent.open_peer(source.metadata), agent.open_peer(source.metadata)
+    agent._drop_peer(failing)
+    agent.open_peer(source.metadata)
+    with pytest.raises(errors.PeerLost, match="another transfer on this connection has failed"):
+        asyncio.run(agent.read(older, source.segment, np.zeros((1, 6), np.int64), 1.0))
+
+
 @pytest.mark.parametrize("memory", [b"", b"VRAM", b"VRAM:-1", b"VRAM:9999", b"DRAM:0", b"DRAM\n", b"FILE"])
 def test_what_is_no_memory_of_nixl_is_refused(memory):
     with pytest.raises(ValueError, match="no memory of NIXL"):
