@@ -20,7 +20,8 @@ from baton.service import fatal
 from tests.support import pace
 from tests.support.faults.case_table import lines
 
-# until all tests are collected: a million objects that stay are looked through 28 times, 7 s in each worker
+# Until all tests are collected: the collector would look 28 times through a million objects that stay, 7 s in each
+# worker.
 gc.disable()
 fix_order_of_sums()  # before any test multiplies
 os.environ["OTEL_BSP_SCHEDULE_DELAY"] = "1000"  # tests wait for spans, which are sent each 5 s

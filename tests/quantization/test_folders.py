@@ -20,7 +20,8 @@ from baton.quantization import quantize as module
 from baton.quantization.core.block import linear_shapes
 from baton.quantization.quantize import plan, quantize
 from baton.quantization.schemes import SCHEMES
-from tests.support.model_folders.families import Hand, random_ids
+from tests.support.engine.manual_batch import ManualBatch
+from tests.support.model_folders.families import random_ids
 from tests.support.model_folders.models_hard_to_quantize import blocks, make_family, samples
 
 PUBLISHED = [name for name in SCHEMES if name != "int8-outlier"]
@@ -49,7 +50,7 @@ def made(model, tmp_path_factory):
 
 def logits(folder, **options) -> torch.Tensor:
     loaded = load_model(EngineConfig(folder, dtype="fp32", **options))
-    return Hand(loaded).step({"a": IDS})["a"]
+    return ManualBatch(loaded).step({"a": IDS})["a"]
 
 
 def in_transformers(folder, weights_only: bool) -> torch.Tensor:

@@ -7,7 +7,8 @@ from baton.engine.models.loader import load_model
 from baton.engine.models.registry import read_spec
 from baton.quantization.core.errors import QuantizeError
 from baton.quantization.quantize import plan, quantize
-from tests.support.model_folders.families import Hand, make_folder, random_ids
+from tests.support.engine.manual_batch import ManualBatch
+from tests.support.model_folders.families import make_folder, random_ids
 
 SIZES = dict(hidden_size=64, intermediate_size=96)
 EXPERTS = dict(moe_intermediate_size=96)
@@ -21,7 +22,7 @@ WITH_STATE = WORST | {"int4-rtn": 0.8, "fp8": 0.16}
 
 
 def logits(folder, quantization="auto"):
-    return Hand(load_model(EngineConfig(folder, quantization=quantization))).step({"a": IDS})["a"]
+    return ManualBatch(load_model(EngineConfig(folder, quantization=quantization))).step({"a": IDS})["a"]
 
 
 @pytest.mark.parametrize("scheme", WORST)

@@ -32,7 +32,7 @@ def load_engine(model: Path, **config) -> Engine:
 
 
 def bare_request(request_id: str, prompt_ids: Sequence[int], *, max_tokens: int, eos_ids=(), **sampling) -> Request:
-    """Without span hashes: nothing is found in, or goes into, the prefix cache."""
+    """Return a request without span hashes: nothing is found in, or goes into, the prefix cache."""
     return Request(
         key=Key(request_id),
         token_ids=tuple(prompt_ids),
@@ -44,7 +44,7 @@ def bare_request(request_id: str, prompt_ids: Sequence[int], *, max_tokens: int,
 
 
 def serve_alone(engine: Engine, requests: Sequence[Request]) -> dict[str, dict[int, BareChoice]]:
-    """Submits all at once and steps until every one has ended; choices by index, by request id."""
+    """Submit all at once and step until every one has ended; returns choices by index, by request id."""
     results: dict[str, dict[int, BareChoice]] = {request.key.request_id: {} for request in requests}
     for request in requests:
         engine.submit(request)

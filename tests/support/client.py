@@ -20,7 +20,8 @@ def make_request(
     constraint: pb.Constraint | None = None, echo: bool = False, stream_interval_ms: int = 0,
     **fields,
 ) -> pb.GenerateRequest:  # fmt: skip
-    """`prompt`: text, token ids, or (role, content) pairs; other keywords are fields of Sampling and Stopping."""
+    """Return a GenerateRequest. `prompt`: text, token ids, or (role, content) pairs; other keywords are fields of
+    Sampling and Stopping."""
     request = pb.GenerateRequest(request_id=request_id, model=model, resume_from=resume_from, constraint=constraint)
     request.echo, request.stream_interval_ms = echo, stream_interval_ms
     if isinstance(prompt, str):
@@ -78,7 +79,7 @@ class Reply:
 
 
 def gather(stream: Iterable[pb.GenerateResponse]) -> Reply:
-    """Reads a stream to its end and checks its shape: one finish a choice, nothing after it, usage and timing last."""
+    """Read a stream to its end and check its shape: one finish a choice, nothing after it, usage and timing last."""
     reply = Reply()
     for message in stream:
         assert reply.usage is None, "a message after usage"
@@ -124,14 +125,14 @@ class Client:
     def stream(
         self, prompt: Prompt | None, *, timeout: float | None = patience(60), metadata=(), **fields
     ) -> client.Stream:
-        """An iterator of GenerateResponse that can be cancelled."""
+        """Return an iterator of GenerateResponse that can be cancelled."""
         return self._client.send(make_request(prompt, **fields), timeout_s=timeout, metadata=tuple(metadata))
 
     def generate(self, prompt: Prompt | None, **fields) -> Reply:
         return gather(self.stream(prompt, **fields))
 
     def generate_many(self, requests: Iterable[pb.GenerateRequest], timeout: float = patience(60)) -> list[Reply]:
-        """All at once; replies in the order of the requests."""
+        """Send all at once; returns replies in the order of the requests."""
         calls = [self._client.send(request, timeout_s=timeout) for request in requests]
         return [gather(call) for call in calls]
 

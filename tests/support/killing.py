@@ -25,7 +25,7 @@ def our_tasks(main: str = "Gateway.run") -> dict[str, list[asyncio.Task]]:
 
 
 def kind_of(name: str) -> str:
-    """`link` of `link 127.0.0.1:5`."""
+    """Return `link` of `link 127.0.0.1:5`."""
     words = name.split(" ")
     return " ".join(word for word in words if ":" not in word and not word.isdecimal()) or name
 
@@ -51,7 +51,7 @@ async def kill(task: asyncio.Task, end: Exception | None) -> None:
 
 
 def _is_pausing(task: asyncio.Task) -> bool:
-    """Before it begins again."""
+    """Return whether a supervised task waits before it begins again."""
     coroutine = task.get_coro()
     inner = getattr(coroutine, "cr_await", None)
     return coroutine.__qualname__ == "supervise" and getattr(inner, "__qualname__", "") == "sleep"

@@ -14,12 +14,12 @@ _MOST = 8.0  # beyond it something else is wrong
 
 
 def patience(seconds: float) -> float:
-    """The bound of a wait that ends by a condition, on this machine."""
+    """Return the bound of a wait that ends by a condition, on this machine."""
     return seconds * slowness()
 
 
 def slowness() -> float:
-    """At least 1."""
+    """Return how many times slower than usual this machine is, at least 1."""
     if VARIABLE not in os.environ:
         os.environ[VARIABLE] = f"{of(statistics.median(_once() for _ in range(3))):.2f}"
     return float(os.environ[VARIABLE])

@@ -71,7 +71,7 @@ class Process:
         return self.popen.poll() is None
 
     def ready(self, timeout_s: float = 60) -> dict[str, str]:
-        """The fields of the `ready key=value ...` line. Raises RuntimeError with the log when none comes."""
+        """Return the fields of the `ready key=value ...` line. Raises RuntimeError with the log when none comes."""
         deadline = self.started + patience(timeout_s)
         while True:
             found = re.search(r"^ready (.*)\n", self.out.read_text(errors="replace"), re.MULTILINE)
@@ -82,7 +82,7 @@ class Process:
             time.sleep(0.01)
 
     def text(self) -> str:
-        """Everything it has written."""
+        """Return everything it has written."""
         parts = (path.read_text(errors="replace") for path in (self.out, self.log))
         return f"--- {self.name}: {' '.join(self.argv)}\n" + "".join(parts)
 
@@ -110,7 +110,7 @@ class Process:
         os.kill(self.pid, signal.SIGCONT)
 
     def wait_killed(self, timeout_s: float = 30) -> None:
-        """Until a failpoint has killed it."""
+        """Wait until a failpoint has killed it."""
         assert self.wait(timeout_s) == -signal.SIGKILL, self.tail()
         self.killed = True
 
@@ -122,13 +122,13 @@ class Process:
         return self.popen.wait(patience(timeout_s))
 
     def terminate(self) -> None:
-        """SIGTERM, once: a second one would ask it to go without draining."""
+        """Send SIGTERM, once: a second one would ask it to go without draining."""
         if self.alive and not self._terminated:
             self._terminated = True
             self.popen.terminate()
 
     def kill(self) -> None:
-        """SIGKILL to it and all it has started."""
+        """Send SIGKILL to it and all it has started."""
         self.killed = self.killed or self.alive
         try:
             os.killpg(self.pid, signal.SIGKILL)
@@ -137,7 +137,7 @@ class Process:
         self.popen.wait()
 
     def stop(self, timeout_s: float = 15) -> int:
-        """SIGTERM, then SIGKILL to what is left; returns the exit status (that of SIGKILL: it did not stop)."""
+        """Send SIGTERM, then SIGKILL to what is left; returns the exit status (that of SIGKILL: it did not stop)."""
         self.terminate()
         try:
             self.wait(timeout_s)
@@ -154,7 +154,7 @@ def children(pid: int) -> list[int]:
 
 
 def node() -> str:
-    """Path of node, with the pinned packages of the clients in tests/clients/node installed beside them."""
+    """Return path of node, with the pinned packages of the clients in tests/clients/node installed beside them."""
     node, npm = shutil.which("node"), shutil.which("npm")
     assert node and npm, "node and npm are not installed: apt-get install nodejs npm"
     wanted = json.loads((NODE_CLIENTS / "package.json").read_text())["dependencies"]
@@ -164,7 +164,7 @@ def node() -> str:
 
 
 def resident_bytes() -> int:
-    """Memory that this process has in use."""
+    """Return memory that this process has in use."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 

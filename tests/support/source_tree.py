@@ -13,7 +13,7 @@ ROOMS = (
 
 
 def sources() -> dict[str, Path]:
-    """Every Python file of what is installed, by name of its module, but generated code."""
+    """Return every Python file of what is installed, by name of its module, but generated code."""
     tops = ("baton", "kvtransfer", "gateway", "prefill_worker", "decode_worker")
     paths = [
         path for top in tops for path in (ROOT / top).rglob("*.py") if not path.stem.endswith(("_pb2", "_pb2_grpc"))
@@ -27,7 +27,7 @@ def module_name(path: Path) -> str:
 
 
 def folder_map(root: Path) -> str:
-    """Each room, its folders below it, and what their `__init__` says first."""
+    """Return each room, its folders below it, and what their `__init__` says first."""
     lines = []
     for room in ROOMS:
         inits = sorted((root / room).rglob("__init__.py"), key=lambda path: path.parent.parts)

@@ -89,7 +89,8 @@ class Stack:
         return self.gateways + self.workers
 
     def restart(self, process: Process) -> Process:
-        """Another life of one that is gone, at the same address and with the same options; waits until it is ready."""
+        """Begin another life of one that is gone, at the same address and with the same options; waits until it is
+        ready."""
         self.past.append(process)
         folder = self.folder / f"{process.name}-{len(self.past)}"
         folder.mkdir()
@@ -103,19 +104,20 @@ class Stack:
 
     @property
     def target(self) -> str:
-        """host:port of the first gateway."""
+        """Return host:port of the first gateway."""
         return self.address["gateway0"]
 
     @contextmanager
     def armed(self, text: str) -> Iterator[None]:
-        """Failpoints of all workers."""
+        """Arm failpoints of all workers."""
         with ExitStack() as exits:
             for process in self.workers:
                 exits.enter_context(process.armed(text))
             yield
 
     def stop(self) -> dict[str, int]:
-        """Gateways first, then workers, by SIGTERM; returns exit statuses by name, of those that no test has killed."""
+        """Stop gateways first, then workers, by SIGTERM; returns exit statuses by name, of those that no test has
+        killed."""
         statuses = {}
         for group in (self.gateways, self.workers):
             alive = [process for process in group if not process.killed]
@@ -129,7 +131,7 @@ class Stack:
             process.kill()
 
     def text(self) -> str:
-        """All that all processes have written."""
+        """Return all that all processes have written."""
         return "\n".join(process.text() for process in self.past + self.processes)
 
     def complaints(self) -> list[str]:

@@ -17,7 +17,8 @@ from baton.engine.layers.activation import clamped_swiglu
 from baton.engine.models import loader
 from baton.engine.weights.formats.placed import placed
 from baton.engine.weights.forms import DenseWeight
-from tests.support.model_folders.families import Hand, make_folder, random_ids
+from tests.support.engine.manual_batch import ManualBatch
+from tests.support.model_folders.families import make_folder, random_ids
 from tests.support.model_folders.weight_forms import FORMS
 
 DEVICE = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
@@ -166,7 +167,7 @@ def test_models_equal_torch_expert_by_expert(tmp_path, family, quantization, lay
 
 
 def steps_of(model) -> torch.Tensor:
-    hand = Hand(model)
+    hand = ManualBatch(model)
     with DEVICE:
         steps = [hand.step({"a": random_ids(9, 1)}), hand.step({"b": random_ids(5, 3), "a": [9]})]
     return torch.cat([rows.cpu() for step in steps for rows in step.values()])

@@ -16,8 +16,9 @@ from baton.engine.kv.stored_forms import STORED, decode, encode
 from baton.engine.models.loader import load_model
 from kvtransfer.layout import KV_FORMS, KVGroup, KVLayout
 from tests.support.engine.collector import run_to_end
+from tests.support.engine.manual_batch import ManualBatch
 from tests.support.engine.toy_engine import engine_request
-from tests.support.model_folders.families import Hand, make_folder, random_ids
+from tests.support.model_folders.families import make_folder, random_ids
 
 QUANTIZED = ("fp8_e4m3", "fp8_e5m2", "int8", "int4")
 KERNELS = {"native": ("auto", "auto"), "torch": ("sdpa", "dense")}  # attention, linear
@@ -145,7 +146,7 @@ def test_native_layers_write_what_torch_writes(folder, form):
     if fused.fused is None:
         pytest.skip(fused.reasons["layers"]["fused"])
     assert "fused" in fused.numerics and "torch" in plain.numerics
-    hands = Hand(fused, form), Hand(plain, form)
+    hands = ManualBatch(fused, form), ManualBatch(plain, form)
     ids = random_ids(100, 3)
     for piece in (ids[:70], ids[70:99], ids[99:]):
         ours, theirs = (hand.step({"a": piece})["a"].log_softmax(1) for hand in hands)
@@ -166,13 +167,13 @@ def test_decoded_kv_equals_recomputed_kv(folder, kernels, form, dtype):
     model = load_model(EngineConfig(folder, dtype=dtype, attention=attention, linear=linear))
     ids = random_ids(90, 5)
 
-    def stored(hand: Hand) -> list[torch.Tensor]:
+    def stored(hand: ManualBatch) -> list[torch.Tensor]:
         return [x for layer in range(2) for x in hand.pool.gather(layer, torch.tensor(hand.block_ids["a"]), 90)]
 
-    whole = Hand(model, form)
+    whole = ManualBatch(model, form)
     truth, kv = whole.step({"a": ids})["a"], stored(whole)
     for cuts in ([1, 64, 65], [7, 30], [64, *range(80, 90)]):
-        hand = Hand(model, form)
+        hand = ManualBatch(model, form)
         pieces = []
         for turn, (begin, end) in enumerate(zip([0, *cuts], [*cuts, 90], strict=True)):
             others = {f"b{turn // 2}": random_ids(1 + turn % 2 * 40, turn), "c": [5]}

@@ -20,7 +20,8 @@ from baton.engine.layers.norm import RMSNorm
 from baton.engine.models.loader import load_model
 from baton.engine.weights.forms import DenseWeight
 from kvtransfer.layout import KVGroup, KVLayout
-from tests.support.model_folders.families import Hand, make_folder, random_ids
+from tests.support.engine.manual_batch import ManualBatch
+from tests.support.model_folders.families import make_folder, random_ids
 from tests.support.model_folders.weight_forms import FORMS, dense_weight
 
 ROWS = (1, 2, 7, 9, 64, 512)
@@ -203,11 +204,11 @@ def test_logits_have_the_same_bits_however_a_sequence_is_computed(tmp_path, name
     make_folder(tmp_path, name, dtype=DTYPES[form])
     model = load_model(EngineConfig(tmp_path, attention=attention))
     ids = random_ids(150, 1)
-    hand = Hand(model, form)
+    hand = ManualBatch(model, form)
     truth = with_one_thread(lambda: hand.step({"a": ids})["a"])
     kv = hand.pool.gather(1, torch.tensor(hand.block_ids["a"]), 150)
     for cuts in ([1, 64, 65, 128], [7, 9, 100], [100, *range(135, 150)]):
-        other = Hand(model, form)
+        other = ManualBatch(model, form)
         pieces = []
         for turn, (begin, end) in enumerate(zip([0, *cuts], [*cuts, 150], strict=True)):
             # Company that comes, grows and goes; one of them decodes, the others bring chunks.
@@ -224,8 +225,8 @@ def test_demo_sized_model(tmp_path, form, threads):
     make_folder(tmp_path, "llama3.2-tied", dtype=DTYPES[form], max_position_embeddings=2048, **sizes)
     model = load_model(EngineConfig(tmp_path))
     ids = random_ids(600, 2)
-    truth = with_one_thread(lambda: Hand(model, form, num_blocks=60).step({"a": ids})["a"])
-    hand = Hand(model, form, num_blocks=600)
+    truth = with_one_thread(lambda: ManualBatch(model, form, num_blocks=60).step({"a": ids})["a"])
+    hand = ManualBatch(model, form, num_blocks=600)
     work = {f"s{index}": ids[: 40 * index + 9] for index in range(14)}
     hand.step(work)
     logits = hand.step({name: [ids[len(head)]] for name, head in work.items()})

@@ -17,7 +17,8 @@ from baton.engine.models.registry import read_spec
 from baton.engine.weights.formats.base import DenseFormat
 from baton.engine.weights.formats.placed import PlacedSource
 from baton.engine.weights.formats.registry import open_source
-from tests.support.model_folders.families import Hand, make_folder, random_ids
+from tests.support.engine.manual_batch import ManualBatch
+from tests.support.model_folders.families import make_folder, random_ids
 from tests.support.model_folders.weight_forms import dense_weight
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -59,10 +60,10 @@ def test_same_bits_as_with_a_table(tmp_path, form):
     make_folder(tmp_path, "qwen3-tied", DTYPES[form])
     model, ids = load_model(EngineConfig(tmp_path)), random_ids(40, seed=0)
     assert isinstance(model.embedding, PackedEmbedding)
-    got = Hand(model, form).step({"a": ids})["a"]
+    got = ManualBatch(model, form).step({"a": ids})["a"]
     table = torch.cat([model.embedding(torch.arange(begin, begin + 1)) for begin in range(model.spec.vocab_size)])
     model.embedding = Embedding(table)
-    assert torch.equal(got, Hand(model, form).step({"a": ids})["a"])
+    assert torch.equal(got, ManualBatch(model, form).step({"a": ids})["a"])
 
 
 def test_without_packing_both_are_one_tensor(tmp_path):

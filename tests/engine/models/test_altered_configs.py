@@ -11,15 +11,8 @@ import transformers
 from baton.engine.core.config import EngineConfig
 from baton.engine.core.model_errors import ModelError
 from baton.engine.models.loader import load_model
-from tests.support.model_folders.families import (
-    FAMILIES,
-    ONE_OF_EACH_CLASS,
-    SMALL,
-    Hand,
-    config_class,
-    random_ids,
-    randomize,
-)
+from tests.support.engine.manual_batch import ManualBatch
+from tests.support.model_folders.families import FAMILIES, ONE_OF_EACH_CLASS, SMALL, config_class, random_ids, randomize
 
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("one_thread")]
 ACTIVATIONS = {"gelu_pytorch_tanh", "relu", "relu2", "silu"}
@@ -99,7 +92,7 @@ def test_an_altered_value_means_what_it_means_there_or_is_refused(tmp_path, name
         if wanted is None or (name, key) in NOT_AS_THERE:
             continue
         try:
-            found = Hand(load_model(EngineConfig(folder))).step({"a": PROMPT})["a"]
+            found = ManualBatch(load_model(EngineConfig(folder))).step({"a": PROMPT})["a"]
         except ModelError:
             continue
         close = wanted.abs().max() * 1e-3

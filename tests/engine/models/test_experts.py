@@ -11,8 +11,9 @@ from baton.engine.core.model_errors import ModelError
 from baton.engine.engine import Engine
 from baton.engine.models.loader import load_model
 from tests.support.engine.collector import run_to_end
+from tests.support.engine.manual_batch import ManualBatch
 from tests.support.engine.toy_engine import engine_request
-from tests.support.model_folders.families import Hand, make_folder, random_ids
+from tests.support.model_folders.families import make_folder, random_ids
 
 IDS = random_ids(40, 3)
 
@@ -80,7 +81,7 @@ def test_rounded_as_they_are_read(tmp_path, name, quantization):
     sizes |= {"gpt-oss": dict(layer_types=["full_attention"])}.get(name, {})
     make_folder(tmp_path, name, intermediate_size=96, **sizes)
     logits = [
-        Hand(load_model(EngineConfig(tmp_path, quantization=way))).step({"a": IDS})["a"]
+        ManualBatch(load_model(EngineConfig(tmp_path, quantization=way))).step({"a": IDS})["a"]
         for way in ("auto", quantization)
     ]
     error = (logits[1] - logits[0]).square().mean() / logits[0].square().mean()

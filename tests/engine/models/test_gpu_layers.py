@@ -14,7 +14,8 @@ pytest.importorskip("triton")
 from baton.engine import kernels
 from baton.engine.core.config import EngineConfig
 from baton.engine.models.loader import load_model
-from tests.support.model_folders.families import Hand, make_folder, random_ids
+from tests.support.engine.manual_batch import ManualBatch
+from tests.support.model_folders.families import make_folder, random_ids
 from tests.support.model_folders.weight_forms import FORMS
 
 DEVICE = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
@@ -105,7 +106,7 @@ def test_models_equal_the_reference_on_cpu(tmp_path, family, layers):
     for attention, device in (("reference", torch.device("cpu")), ("triton", DEVICE)):
         model = load_model(EngineConfig(tmp_path, attention=attention), device)
         assert model.layers_name == (layers if attention == "triton" else "torch")
-        hand = Hand(model)
+        hand = ManualBatch(model)
         with device:
             steps = [
                 hand.step({"a": random_ids(20, 1)}),

@@ -26,8 +26,9 @@ from baton.engine.models.loader import load_model
 from baton.engine.models.registry import read_spec
 from tests.support.engine.collector import run_to_end
 from tests.support.engine.graphs import replay_by_computing
+from tests.support.engine.manual_batch import ManualBatch
 from tests.support.engine.toy_engine import engine_request
-from tests.support.model_folders.families import Hand, make_folder, random_ids
+from tests.support.model_folders.families import make_folder, random_ids
 
 pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="the real device is tested by test_gpu_engine.py"),
@@ -47,11 +48,11 @@ def folded_by_triton(monkeypatch):
 def test_logits_are_the_cpus_and_bits_are_anyones(tmp_path, name, monkeypatch):
     make_folder(tmp_path, name)
     config, ids, others = EngineConfig(tmp_path, threads=1), random_ids(9, 1), random_ids(3, 2)
-    cpu = Hand(load_model(config))
+    cpu = ManualBatch(load_model(config))
     monkeypatch.setattr(read_layer, "on_gpu", lambda device: True)
     model = load_model(config)
     assert any("triton" in word for word in model.numerics)
-    alone, mixed = Hand(model), Hand(model)
+    alone, mixed = ManualBatch(model), ManualBatch(model)
     whole = alone.step({"a": ids})["a"]
     torch.testing.assert_close(whole, cpu.step({"a": ids})["a"], atol=1e-4, rtol=1e-4)
     parts = [mixed.step({"a": ids[:5]}), mixed.step({"b": others, "a": ids[5:8]}), mixed.step({"a": ids[8:]})]

@@ -12,7 +12,8 @@ from baton.engine.core.model_errors import ModelError
 from baton.engine.models.loader import load_model
 from baton.quantization.core.errors import QuantizeError
 from baton.quantization.quantize import plan, quantize
-from tests.support.model_folders.families import FAMILIES, LONG, SHORT, SMALL, Hand, make_folder, random_ids, randomize
+from tests.support.engine.manual_batch import ManualBatch
+from tests.support.model_folders.families import FAMILIES, LONG, SHORT, SMALL, make_folder, random_ids, randomize
 
 TOLERANCE = 1e-4
 NUM_GREEDY = 64
@@ -56,7 +57,9 @@ def pick(logits: torch.Tensor) -> int:
     return int(row.argmax())
 
 
-def greedy(hand: Hand, prompts: dict[str, list[int]], chunk: int, count: int = NUM_GREEDY) -> dict[str, list[int]]:
+def greedy(
+    hand: ManualBatch, prompts: dict[str, list[int]], chunk: int, count: int = NUM_GREEDY
+) -> dict[str, list[int]]:
     """Chunked prefill and decode of all prompts in one batch; a sequence with its whole prompt read decodes beside the
     rest."""
     waiting = {name: list(ids) for name, ids in prompts.items()}
@@ -92,18 +95,18 @@ BY_REFERENCE = ("llama3.1", "gemma2", "deepseek-v3", "gpt-oss", "llama4")
 def test_logits_and_greedy(family, attention):
     folder, reference = family
     model = load_model(EngineConfig(folder, attention=attention))
-    ours, logits = Hand(model).step({"a": PROMPTS["long"]})["a"], theirs(reference, PROMPTS["long"])
+    ours, logits = ManualBatch(model).step({"a": PROMPTS["long"]})["a"], theirs(reference, PROMPTS["long"])
     torch.testing.assert_close(ours, logits, atol=TOLERANCE, rtol=0)
-    answers = greedy(Hand(model), PROMPTS, chunk=48)
+    answers = greedy(ManualBatch(model), PROMPTS, chunk=48)
     assert answers == {name: their_choices(reference, PROMPTS[name], answer) for name, answer in answers.items()}
-    assert greedy(Hand(model), {"middle": PROMPTS["middle"]}, chunk=1000)["middle"] == answers["middle"]
+    assert greedy(ManualBatch(model), {"middle": PROMPTS["middle"]}, chunk=1000)["middle"] == answers["middle"]
     assert len(set(answers["long"])) > 3, "the model repeats itself, the comparison says little"
 
 
 def test_an_activation_without_a_kernel(tmp_path):
     """Which any family may have, and torch computes."""
     reference, ids = make_folder(tmp_path, "llama3", hidden_act="relu2", hidden_size=64), random_ids(60, 4)
-    logits = Hand(load_model(EngineConfig(tmp_path))).step({"a": ids})["a"]
+    logits = ManualBatch(load_model(EngineConfig(tmp_path))).step({"a": ids})["a"]
     torch.testing.assert_close(logits, theirs(reference, ids), atol=TOLERANCE, rtol=0)
 
 
@@ -120,7 +123,7 @@ def test_old_config_spelling(tmp_path, name):
     config["torch_dtype"] = config.pop("dtype", "float32")
     path.write_text(json.dumps(config))
     ids = random_ids(100, 4)
-    logits = Hand(load_model(EngineConfig(tmp_path))).step({"a": ids})["a"]
+    logits = ManualBatch(load_model(EngineConfig(tmp_path))).step({"a": ids})["a"]
     torch.testing.assert_close(logits, theirs(reference, ids), atol=TOLERANCE, rtol=0)
 
 
@@ -142,7 +145,7 @@ def test_what_a_silent_config_means(tmp_path, name, changes, silent):
     config = json.loads(path.read_text())
     path.write_text(json.dumps({key: value for key, value in config.items() if key not in silent}))
     ids = random_ids(100, 4)
-    logits = Hand(load_model(EngineConfig(tmp_path))).step({"a": ids})["a"]
+    logits = ManualBatch(load_model(EngineConfig(tmp_path))).step({"a": ids})["a"]
     torch.testing.assert_close(logits, theirs(reference, ids), atol=TOLERANCE, rtol=0)
 
 
@@ -159,7 +162,10 @@ def test_a_text_model_within_another(tmp_path):
     save_file(tensors | {"vision_model.class_embedding": torch.ones(4)}, tmp_path / "model.safetensors")
     ids = random_ids(60, 9)
     torch.testing.assert_close(
-        Hand(load_model(EngineConfig(tmp_path))).step({"a": ids})["a"], theirs(reference, ids), atol=TOLERANCE, rtol=0
+        ManualBatch(load_model(EngineConfig(tmp_path))).step({"a": ids})["a"],
+        theirs(reference, ids),
+        atol=TOLERANCE,
+        rtol=0,
     )
     path.write_text(json.dumps(outer))
     with pytest.raises(ModelError, match="config.json: text_config is None, not an object"):
@@ -191,7 +197,10 @@ def test_text_models_within_models_that_see(tmp_path, prefix, name, text, vision
     reference.save_pretrained(tmp_path)
     ids = random_ids(60, 9)
     torch.testing.assert_close(
-        Hand(load_model(EngineConfig(tmp_path))).step({"a": ids})["a"], theirs(reference, ids), atol=TOLERANCE, rtol=0
+        ManualBatch(load_model(EngineConfig(tmp_path))).step({"a": ids})["a"],
+        theirs(reference, ids),
+        atol=TOLERANCE,
+        rtol=0,
     )
     path = tmp_path / "config.json"
     said = json.loads(path.read_text())
@@ -204,7 +213,7 @@ def test_experts_of_qwen3_5_in_one_tensor(tmp_path):
     """As other tools save them, in place of a tensor for each."""
     make_folder(tmp_path, "qwen3.5-moe", hidden_size=64)
     ids = random_ids(40, 5)
-    expected = Hand(load_model(EngineConfig(tmp_path))).step({"a": ids})["a"]
+    expected = ManualBatch(load_model(EngineConfig(tmp_path))).step({"a": ids})["a"]
     tensors = load_file(tmp_path / "model.safetensors")
     for layer in range(3):
         prefix = f"model.layers.{layer}.mlp.experts."
@@ -214,7 +223,7 @@ def test_experts_of_qwen3_5_in_one_tensor(tmp_path):
         )
         tensors |= {f"{prefix}gate_up_proj": torch.cat((gate, up), dim=1), f"{prefix}down_proj": down}
     save_file(tensors, tmp_path / "model.safetensors")
-    assert torch.equal(Hand(load_model(EngineConfig(tmp_path))).step({"a": ids})["a"], expected)
+    assert torch.equal(ManualBatch(load_model(EngineConfig(tmp_path))).step({"a": ids})["a"], expected)
     with pytest.raises(QuantizeError, match="experts in one tensor are not quantized"):
         quantize(plan(tmp_path, "int8"), tmp_path / "made")
 
@@ -225,7 +234,7 @@ def test_sharded_equals_single(tmp_path):
     assert len(list((tmp_path / "sharded").glob("*.safetensors"))) > 2
     ids = random_ids(30, 5)
     single, sharded = (
-        Hand(load_model(EngineConfig(tmp_path / name))).step({"a": ids})["a"] for name in ("single", "sharded")
+        ManualBatch(load_model(EngineConfig(tmp_path / name))).step({"a": ids})["a"] for name in ("single", "sharded")
     )
     assert torch.equal(single, sharded)
 
@@ -236,7 +245,7 @@ def test_dynamic_beyond_the_original_context(tmp_path):
     model = load_model(EngineConfig(tmp_path))
     assert model.spec.context == 128
     ids = random_ids(50, 6)
-    assert greedy(Hand(model), {"a": ids}, chunk=1000)["a"] == their_greedy(reference, ids)
+    assert greedy(ManualBatch(model), {"a": ids}, chunk=1000)["a"] == their_greedy(reference, ids)
 
 
 @pytest.mark.parametrize(("max_model_len", "num_tokens"), [(None, 60), (256, 200)])
@@ -246,7 +255,7 @@ def test_longrope_on_both_sides(tmp_path, max_model_len, num_tokens):
     reference = make_folder(tmp_path, "llama-longrope", rope_parameters={"rope_theta": 10000.0, **rope})
     model = load_model(EngineConfig(tmp_path, max_model_len=max_model_len))
     ids = random_ids(num_tokens, 7)
-    torch.testing.assert_close(Hand(model).step({"a": ids})["a"], theirs(reference, ids), atol=TOLERANCE, rtol=0)
+    torch.testing.assert_close(ManualBatch(model).step({"a": ids})["a"], theirs(reference, ids), atol=TOLERANCE, rtol=0)
 
 
 def test_bf16_follows_transformers(tmp_path):
@@ -255,6 +264,6 @@ def test_bf16_follows_transformers(tmp_path):
     model = load_model(EngineConfig(tmp_path))
     assert model.dtype == torch.bfloat16
     ids = random_ids(100, 8)
-    ours, exact = Hand(model, form="bf16").step({"a": ids})["a"], theirs(reference.float(), ids)
+    ours, exact = ManualBatch(model, form="bf16").step({"a": ids})["a"], theirs(reference.float(), ids)
     error = (ours - exact).abs().mean() / exact.abs().mean()
     assert error < 0.03

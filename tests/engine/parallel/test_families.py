@@ -8,7 +8,8 @@ import torch
 from baton.engine import native
 from baton.engine.core.config import EngineConfig
 from baton.engine.models.loader import load_model
-from tests.support.model_folders.families import FAMILIES, LONGROPE, SMALL, THETA, Hand, make_folder, random_ids
+from tests.support.engine.manual_batch import ManualBatch
+from tests.support.model_folders.families import FAMILIES, LONGROPE, SMALL, THETA, make_folder, random_ids
 from tests.support.model_folders.quantized_folders import dense_folder, write_gptq
 from tests.support.native.ranks_in_threads import ranked
 
@@ -52,7 +53,7 @@ def one_thread():
     torch.set_num_threads(before)
 
 
-def logits_of(hand: Hand, ids: list[int]) -> torch.Tensor:
+def logits_of(hand: ManualBatch, ids: list[int]) -> torch.Tensor:
     """A chunk, another one behind it, then single tokens beside a second sequence."""
     found = [hand.step({"a": ids[:30]})["a"], hand.step({"a": ids[30:70], "b": ids[:9]})["a"]]
     return torch.cat([*found, *(hand.step({"a": [token], "b": [token]})["a"] for token in ids[70:])])
@@ -68,10 +69,10 @@ def test_ranks_have_the_bits_of_one(tmp_path, name):
         theirs = reference(torch.tensor([ids])).logits[0]
     for dtype in ("fp32", "bf16"):
         config = EngineConfig(tmp_path, dtype=dtype)
-        whole = Hand(load_model(config), form=dtype)
+        whole = ManualBatch(load_model(config), form=dtype)
         expected = logits_of(whole, ids)
         for degree in (2, 4):
-            hand = Hand(whole.model, form=dtype)
+            hand = ManualBatch(whole.model, form=dtype)
             with ranked(config, degree, hand.pool) as (hand.model, hand.pool):
                 found = logits_of(hand, ids)
             assert torch.equal(found, expected), f"{degree} ranks in {dtype}"
@@ -95,10 +96,10 @@ def test_experts_of_which_each_rank_has_some_whole(tmp_path, name, changes):
     """As above; a rank has room for no others."""
     make_folder(tmp_path, name, **changes)
     config, ids = EngineConfig(tmp_path, dtype="bf16"), random_ids(76, 1)
-    whole = Hand(load_model(config), form="bf16")
+    whole = ManualBatch(load_model(config), form="bf16")
     expected = logits_of(whole, ids)
     for degree in (2, 4):
-        hand, options = Hand(whole.model, form="bf16"), {"tensor_parallel": degree, "expert_parallel": True}
+        hand, options = ManualBatch(whole.model, form="bf16"), {"tensor_parallel": degree, "expert_parallel": True}
         with ranked(replace(config, **options), degree, hand.pool) as (hand.model, hand.pool):
             assert torch.equal(logits_of(hand, ids), expected), f"{degree} ranks"
         assert torch.equal(hand.pool.bytes, whole.pool.bytes), "KV"
@@ -113,9 +114,9 @@ def test_experts_of_which_each_rank_has_some_whole(tmp_path, name, changes):
 def test_quantized_weights(tmp_path, quantization):
     make_folder(tmp_path, "llama3", hidden_size=256, head_dim=64, intermediate_size=512)
     config = EngineConfig(tmp_path, dtype="bf16", quantization=quantization)
-    whole = Hand(load_model(config), form="bf16")
+    whole = ManualBatch(load_model(config), form="bf16")
     ids = random_ids(40, 1)
-    expected, hand = whole.step({"a": ids})["a"], Hand(whole.model, form="bf16")
+    expected, hand = whole.step({"a": ids})["a"], ManualBatch(whole.model, form="bf16")
     with ranked(config, 2, hand.pool) as (hand.model, hand.pool):
         assert torch.equal(hand.step({"a": ids})["a"], expected)
 
@@ -126,10 +127,10 @@ def test_weights_whose_inputs_are_stored_in_another_order(tmp_path):
     write_gptq(tmp_path, act_order=True)
     for options in ({"dtype": "bf16"}, {"dtype": "fp32", "linear": "dense"}):
         config, ids = EngineConfig(tmp_path, **options), random_ids(40, 1)
-        whole = Hand(load_model(config), form=config.dtype)
+        whole = ManualBatch(load_model(config), form=config.dtype)
         expected = whole.step({"a": ids})["a"]
         for degree in (2, 4):
-            hand = Hand(whole.model, form=config.dtype)
+            hand = ManualBatch(whole.model, form=config.dtype)
             with ranked(config, degree, hand.pool) as (hand.model, hand.pool):
                 assert torch.equal(hand.step({"a": ids})["a"], expected)
 
@@ -138,10 +139,10 @@ def test_weights_whose_inputs_are_stored_in_another_order(tmp_path):
 def test_layers_that_torch_runs(tmp_path, name):
     make_folder(tmp_path, name, **{"qwen3-moe": {"moe_intermediate_size": 64}}.get(name, {"head_dim": 16}))
     config, ids = EngineConfig(tmp_path, dtype="fp32", linear="dense"), random_ids(76, 1)
-    whole = Hand(load_model(config), form="fp32")
+    whole = ManualBatch(load_model(config), form="fp32")
     expected = logits_of(whole, ids)
     for degree in (2, 4):
-        hand = Hand(whole.model, form="fp32")
+        hand = ManualBatch(whole.model, form="fp32")
         with ranked(config, degree, hand.pool) as (hand.model, hand.pool):
             assert torch.equal(logits_of(hand, ids), expected), f"{degree} ranks"
         assert torch.equal(hand.pool.bytes, whole.pool.bytes), "KV"
@@ -165,10 +166,10 @@ def test_fast_sums_are_near_and_a_class_of_their_own(tmp_path, name, changes, wh
     with torch.inference_mode():
         theirs = reference(torch.tensor([ids])).logits[0]
     config = EngineConfig(tmp_path, dtype="fp32")
-    whole = Hand(load_model(config))
+    whole = ManualBatch(load_model(config))
     options = {"all_reduce": "fast", "expert_parallel": whole_experts}
     for degree in (2, 4):
-        hand = Hand(whole.model)
+        hand = ManualBatch(whole.model)
         with ranked(replace(config, tensor_parallel=degree, **options), degree, hand.pool) as (hand.model, hand.pool):
             found = logits_of(hand, ids)
             again = hand.step({"c": ids})["c"]
@@ -181,8 +182,8 @@ def test_fast_sums_of_quantized_rows(tmp_path):
     """A rank scales its own inputs: other bits than the exact sums, and not far from them."""
     make_folder(tmp_path, "llama3", hidden_size=256, head_dim=64, intermediate_size=512)
     config, ids = EngineConfig(tmp_path, dtype="bf16", quantization="int8"), random_ids(40, 1)
-    whole = Hand(load_model(config), form="bf16")
-    expected, hand = whole.step({"a": ids})["a"], Hand(whole.model, form="bf16")
+    whole = ManualBatch(load_model(config), form="bf16")
+    expected, hand = whole.step({"a": ids})["a"], ManualBatch(whole.model, form="bf16")
     with ranked(replace(config, tensor_parallel=2, all_reduce="fast"), 2, hand.pool) as (hand.model, hand.pool):
         found = hand.step({"a": ids})["a"]
     assert not torch.equal(found, expected)

@@ -16,7 +16,8 @@ from baton.engine.parallel.collectives import RankLost
 from baton.engine.parallel.pipeline import DONE, PipelineLeader
 from baton.engine.parallel.stage import PipelineStage, cut_layers, micro_batches, rows_of
 from baton.engine.parallel.stream import SocketStream
-from tests.support.model_folders.families import FAMILIES, Hand, make_folder, random_ids
+from tests.support.engine.manual_batch import ManualBatch
+from tests.support.model_folders.families import FAMILIES, make_folder, random_ids
 from tests.support.native.ranks_in_threads import staged
 
 TOLERANCE = 1e-4
@@ -26,7 +27,7 @@ ORDINARY = ("llama3", "qwen3", "olmo2", "gemma3", "qwen3-moe", "deepseek-v3", "n
 NAMES = [name for name in FAMILIES if name != "llama-longrope"]  # its context is shorter than what is asked here
 
 
-def logits_of(hand: Hand, ids: list[int]) -> torch.Tensor:
+def logits_of(hand: ManualBatch, ids: list[int]) -> torch.Tensor:
     """A chunk that is parted, another one beside a second sequence, single tokens of both."""
     found = [hand.step({"a": ids[:300]})["a"], hand.step({"b": ids[:70], "a": ids[300:370]})["a"]]
     return torch.cat([*found, *(hand.step({"a": [token], "b": [token]})["a"] for token in ids[370:])])
@@ -42,9 +43,9 @@ def test_stages_have_the_bits_of_one_process(tmp_path, name):
         theirs = reference(torch.tensor([ids])).logits[0]
     for dtype in ("fp32", "bf16"):
         config = EngineConfig(tmp_path, dtype=dtype)
-        whole = Hand(load_model(config), form=dtype)
+        whole = ManualBatch(load_model(config), form=dtype)
         expected = logits_of(whole, ids)
-        hand = Hand(whole.model, form=dtype)
+        hand = ManualBatch(whole.model, form=dtype)
         with staged(config, 2, hand.pool) as hand.model:
             assert torch.equal(logits_of(hand, ids), expected), dtype
             assert hand.model.layers[-1] is None
@@ -59,10 +60,10 @@ def test_stages_of_quantized_weights_without_native_layers(tmp_path, quantizatio
     make_folder(tmp_path, "llama3", hidden_size=64, intermediate_size=96, num_hidden_layers=3)
     for linear in ("auto", "dense"):
         config = EngineConfig(tmp_path, dtype="bf16", quantization=quantization, linear=linear)
-        whole = Hand(load_model(config), form="bf16")
+        whole = ManualBatch(load_model(config), form="bf16")
         ids = random_ids(373, 1)
         expected = logits_of(whole, ids)
-        hand = Hand(whole.model, form="bf16")
+        hand = ManualBatch(whole.model, form="bf16")
         with staged(config, 3, hand.pool) as hand.model:
             assert torch.equal(logits_of(hand, ids), expected), linear
 

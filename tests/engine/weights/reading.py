@@ -6,8 +6,9 @@ from baton.engine.core.config import EngineConfig
 from baton.engine.models.loader import load_model
 from baton.engine.models.registry import read_spec
 from baton.engine.weights.formats.registry import open_source
+from tests.support.engine.manual_batch import ManualBatch
 from tests.support.model_folders import quantized_folders
-from tests.support.model_folders.families import Hand, random_ids
+from tests.support.model_folders.families import random_ids
 
 IDS = random_ids(40, 1)
 
@@ -28,7 +29,7 @@ def assert_reads(folder, meanings) -> dict:
 
 
 def assert_same_logits(folder, model, meanings, tolerance: float = 1e-3):
-    ours = Hand(load_model(EngineConfig(folder, dtype="fp32", linear="dense"))).step({"a": IDS})["a"]
+    ours = ManualBatch(load_model(EngineConfig(folder, dtype="fp32", linear="dense"))).step({"a": IDS})["a"]
     with torch.inference_mode():
         theirs = quantized_folders.with_meanings(model, meanings)(torch.tensor([IDS])).logits[0]
     torch.testing.assert_close(ours, theirs, atol=tolerance * theirs.abs().max().item(), rtol=0)

@@ -11,8 +11,8 @@ from baton.engine.core.model_errors import ModelError
 from baton.engine.models.loader import load_model
 from baton.engine.weights.forms import DenseWeight, Fp8Weight, IntWeight
 from tests.engine.weights.reading import IDS, assert_reads, assert_same_logits, read_all
+from tests.support.engine.manual_batch import ManualBatch
 from tests.support.model_folders import quantized_folders
-from tests.support.model_folders.families import Hand
 
 
 @pytest.mark.parametrize(
@@ -131,7 +131,7 @@ def test_the_kernel_that_auto_takes(tmp_path, writer, options, tolerance):
     quantized_folders.dense_folder(tmp_path, dtype=torch.bfloat16)
     getattr(quantized_folders, f"write_{writer}")(tmp_path, **options)
     models = (load_model(EngineConfig(tmp_path, linear=linear)) for linear in ("auto", "dense"))
-    auto, plain = (Hand(model, form="bf16").step({"a": IDS})["a"] for model in models)
+    auto, plain = (ManualBatch(model, form="bf16").step({"a": IDS})["a"] for model in models)
     assert (auto - plain).norm() / plain.norm() < tolerance
 
 

@@ -14,16 +14,17 @@ from baton.engine.models.loader import load_model, model_identity
 from baton.engine.models.registry import read_spec
 from baton.engine.start_line import start_line
 from baton.engine.weights.formats.gguf import READERS
+from tests.support.engine.manual_batch import ManualBatch
 from tests.support.gguf.model_files import encode, write_gguf
 from tests.support.model_folders import quantized_folders
-from tests.support.model_folders.families import LLAMA3, THETA, YARN, Hand, random_ids
+from tests.support.model_folders.families import LLAMA3, THETA, YARN, random_ids
 
 IDS = random_ids(60, 2)
 BIG = dict(hidden_size=256, intermediate_size=512)  # what blocks of 256 divide
 
 
 def assert_same_logits(path, model, tolerance: float = 1e-4):
-    ours = Hand(load_model(EngineConfig(path, dtype="fp32", linear="dense"))).step({"a": IDS})["a"]
+    ours = ManualBatch(load_model(EngineConfig(path, dtype="fp32", linear="dense"))).step({"a": IDS})["a"]
     with torch.inference_mode():
         theirs = model(torch.tensor([IDS])).logits[0]
     torch.testing.assert_close(ours, theirs, atol=tolerance * theirs.abs().max().item(), rtol=0)

@@ -10,7 +10,8 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from baton.engine.core.config import EngineConfig
 from baton.engine.core.model_errors import ModelError
 from baton.engine.models.loader import load_model
-from tests.support.model_folders.families import Hand, make_folder, random_ids
+from tests.support.engine.manual_batch import ManualBatch
+from tests.support.model_folders.families import make_folder, random_ids
 
 IDS = random_ids(40, 3)
 SCALES = "model.layers.1.mlp.experts.down_proj_scales"
@@ -40,7 +41,7 @@ def folder(tmp_path):
 
 
 def logits(folder, **options) -> torch.Tensor:
-    return Hand(load_model(EngineConfig(folder, **options))).step({"a": IDS})["a"]
+    return ManualBatch(load_model(EngineConfig(folder, **options))).step({"a": IDS})["a"]
 
 
 def test_read_without_loss(folder):

@@ -8,8 +8,9 @@ from baton.engine.engine import Engine
 from baton.engine.models.loader import load_model
 from baton.engine.start_line import start_line
 from baton.engine.weights.round import round_asymmetric, round_fp8, round_symmetric
+from tests.support.engine.manual_batch import ManualBatch
 from tests.support.model_folders import quantized_folders
-from tests.support.model_folders.families import Hand, random_ids
+from tests.support.model_folders.families import random_ids
 
 IDS = random_ids(40, 1)
 
@@ -72,7 +73,7 @@ def test_loaded_rounded(tmp_path, quantization, form, rounding, head):
     assert loaded.weights.form == form
     with torch.inference_mode():
         theirs = quantized_folders.with_meanings(model, meanings)(torch.tensor([IDS])).logits[0]
-    torch.testing.assert_close(Hand(loaded).step({"a": IDS})["a"], theirs, atol=1e-3, rtol=0)
+    torch.testing.assert_close(ManualBatch(loaded).step({"a": IDS})["a"], theirs, atol=1e-3, rtol=0)
 
 
 def test_a_tied_head_is_rounded_and_its_embedding_is_not(tmp_path):

@@ -8,7 +8,8 @@ from baton.engine.core.config import EngineConfig
 from baton.engine.models.loader import load_model
 from baton.quantization.core.block import DOWN, STAGES, Stage, linear_shapes
 from baton.quantization.core.folding import fold, shared, spread
-from tests.support.model_folders.families import Hand, random_ids
+from tests.support.engine.manual_batch import ManualBatch
+from tests.support.model_folders.families import random_ids
 from tests.support.model_folders.models_hard_to_quantize import blocks, make_family
 
 FAMILIES = ("llama3.1", "llama-mqa-bias", "llama-head-dim", "mistral", "qwen2-window", "qwen3-tied")
@@ -23,7 +24,7 @@ def test_blocks_in_a_row_are_the_model(tmp_path, name):
     for block in layers:
         x = block.run(x)
     model = load_model(EngineConfig(folder, dtype="fp32"))
-    expected = Hand(model).step({"a": ids})["a"]
+    expected = ManualBatch(model).step({"a": ids})["a"]
     torch.testing.assert_close(model.logits(x[0]), expected, atol=2e-4, rtol=1e-3)
 
 

@@ -103,13 +103,13 @@ class AttackedStack:
         return Bystander(gateway["grpc"], gateway["fleet"], pages, tenant, operator, deadline_s)
 
     def address(self, port: Port) -> str:
-        """host:port, or the path of a socket."""
+        """Return host:port, or the path of a socket."""
         if port.where in self.endpoints and port.name.startswith("KV"):
             return self.endpoints[port.where]
         return self.process(port.process).ready()[port.where]
 
     def order(self, cell: Cell, count: int, source: str) -> dict:
-        """For an attacker."""
+        """Return what an attacker is told to do."""
         port, caller = cell.port, cell.caller
         shm = port.where == "shm"
         return {
@@ -152,7 +152,7 @@ class Attackers:
             await process.wait()
 
     async def hold(self, target: AttackedStack, cell: Cell, count: int) -> None:
-        """Until everything is sent."""
+        """Attack, and wait until everything is sent."""
         for index, process in enumerate(self._processes):
             order = target.order(cell, count // self._count, f"127.0.0.{2 + index}")
             process.stdin.write(json.dumps(order).encode() + b"\n")

@@ -221,7 +221,7 @@ REPRESENTATIVES = {GRPC: "client", HTTPS: "http", HTTP: "gateway pages", FRAMES:
 
 
 def cells() -> list[Cell]:
-    """Ordered by the KV transport of the stack that they need."""
+    """Return all cells, ordered by the KV transport of the stack that they need."""
     found = []
     for port in PORTS.values():
         for abuse in ABUSES.values():
@@ -231,8 +231,8 @@ def cells() -> list[Cell]:
 
 
 def is_chosen(cell: Cell) -> bool:
-    """Whether it is among those of a minute: each abuse in each language once, by who reaches furthest, and "many
-    connections" of every port and caller."""
+    """Return whether it is among those of a minute: each abuse in each language once, by who reaches furthest, and
+    "many connections" of every port and caller."""
     port = cell.port
     stands_for_others = port.name == REPRESENTATIVES[port.speaks] and cell.caller == port.callers[-1]
     return stands_for_others or cell.abuse.name == "many connections"

@@ -38,7 +38,7 @@ def levels(processes: Sequence[Process]) -> dict[str, Level]:
 
 
 def stayed(processes: Sequence[Process], before: dict[str, Level], tolerance_mib: float, within_s: float) -> Stayed:
-    """Waits until every process is back near its level of `before`, for so long at most."""
+    """Wait until every process is back near its level of `before`, for so long at most."""
     deadline = time.monotonic() + patience(within_s)
     while True:
         now, faults = levels(processes), []

@@ -61,7 +61,7 @@ class Collector(dict):
 
 
 def run_to_end(engine: Engine, requests: Sequence[Request] = (), collector: Collector | None = None) -> Collector:
-    """Submits all and steps until nothing is left, checking integrity after every step."""
+    """Submit all and step until nothing is left, checking integrity after every step."""
     records = Collector() if collector is None else collector
     for request in requests:
         engine.submit(request)

@@ -15,7 +15,7 @@ def copy_kv(source: Engine, source_refs: Sequence[BlockRef], target: Engine, tar
 
 
 def hand_over(prefill: Engine, decode: Engine, requests: Sequence[Request]) -> tuple[Collector, Collector]:
-    """Every prompt is read by one engine and answered by the other: (what the one gave out, what the other did)."""
+    """Let one engine read every prompt and the other answer it. Returns (what the one gave out, what the other did)."""
     firsts, rest = Collector(), Collector(first_index=1)
     for request in requests:
         while True:
@@ -44,7 +44,7 @@ def hand_over(prefill: Engine, decode: Engine, requests: Sequence[Request]) -> t
 
 
 def check_handed_over(firsts: Collector, rest: Collector, request: Request, whole: Record) -> None:
-    """The two halves of an answer are that of one engine alone, logprobs bit for bit."""
+    """Check that the two halves of an answer are that of one engine alone, logprobs bit for bit."""
     for first in firsts[request.key].first.first_tokens:
         made = rest[request.key].tokens.get(first.choice, [])
         assert [first.token_id, *made] == whole.tokens[first.choice]

@@ -31,7 +31,7 @@ CHAIN_ROOT = SpanHash(b"root" * 8)
 
 
 def toy_logits(token_ids: Sequence[int]) -> torch.Tensor:
-    """Logits [VOCAB] after these tokens: pure."""
+    """Return logits [TOY_VOCAB] after these tokens: pure."""
     state = len(token_ids)
     for token_id in token_ids:
         state = (state * 31 + token_id + 7) % PRIME
@@ -123,8 +123,8 @@ def _folded(token_ids: Sequence[int]) -> float:
 
 
 def toy_engine(*proposers, window: int | None = None, windows: tuple[int | None, ...] = (), **options) -> Engine:
-    """Options of EngineConfig; small by default. `num_states`: its one layer keeps a state too. `window`: it sees no
-    further. `windows`: of several layers."""
+    """Return an engine over a ToyModel. Options of EngineConfig; small by default. `num_states`: its one layer keeps a
+    state too. `window`: it sees no further. `windows`: of several layers."""
     defaults = dict(
         checkpoint_tokens=128,
         block_size=16,
@@ -146,7 +146,8 @@ def toy_engine(*proposers, window: int | None = None, windows: tuple[int | None,
 
 
 def engine_request(name: str, token_ids: Sequence[int], max_tokens: int = 8, attempt: int = 0, **options) -> Request:
-    """Options of Request, those of SamplingParams, and `named=False` to stay out of the prefix cache."""
+    """Return a request. Options of Request, those of SamplingParams, and `named=False` to stay out of the prefix
+    cache."""
     named, num_prompt = options.pop("named", True), options.pop("num_prompt_tokens", len(token_ids))
     sampling = SamplingParams(**{k: options.pop(k) for k in list(options) if k in SamplingParams.__dataclass_fields__})
     hashes = tuple(chain_hashes(CHAIN_ROOT, token_ids)) if named else ()

@@ -28,7 +28,8 @@ _BY_CLIENT = ("CANCELLED", "DEADLINE_EXCEEDED")
 def check_history(
     asks: Iterable[Ask], reference: Reference, allowed: Collection[str], reasons: bool = True
 ) -> list[str]:
-    """`reasons`: a status must have one; not where the gateway itself is gone."""
+    """Return what is wrong with what clients saw, in words. `reasons`: a status must have one; not where the gateway
+    itself is gone."""
     return [f"{ask.request_id}: {fault}" for ask in asks for fault in _faults(ask, reference, allowed, reasons)]
 
 
@@ -82,7 +83,8 @@ class Counters:
 
 
 def check_tables(page: dict) -> list[str]:
-    """`page`: /fleet.json of a gateway. What is orphaned waits for its resume window, and holds no blocks."""
+    """Return tables that are not empty, in words. `page`: /fleet.json of a gateway. What is orphaned waits for its
+    resume window, and holds no blocks."""
     faults = []
     for view in page["workers"]["workers"]:
         tables = view["load"]["tables"]

@@ -49,7 +49,7 @@ class Ask:
 
     @property
     def gap_s(self) -> float:
-        """The longest wait between two messages."""
+        """Return the longest wait between two messages."""
         return max((later - sooner for sooner, later in itertools.pairwise(self.times)), default=0.0)
 
     def cancel(self) -> None:
@@ -111,8 +111,8 @@ class History:
         self, stub: inference_pb2_grpc.InferenceStub, prompt: Prompt, *, max_tokens: int, timeout_s: float = 60,
         request_id: str | None = None, **fields,
     ) -> Ask:  # fmt: skip
-        """Sent now, read by a task of its own (`ask.task`). `fields`: of Sampling and Stopping; end of sequence is
-        ignored, so that the length is known."""
+        """Send a request now, which is read by a task of its own (`ask.task`). `fields`: of Sampling and Stopping; end
+        of sequence is ignored, so that the length is known."""
         name = request_id or f"{self.run}-{next(self._ids)}"
         ask = Ask(name, prompt, max_tokens, {"temperature": 0.0, **fields})
         self.asks.append(ask)
@@ -155,6 +155,7 @@ def prompt_hash(prompt: Prompt) -> str:
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """Nearest rank, 0 of none; not baton.loadgen.summary's interpolation: comparable with the recorded runs."""
+    """Return the percentile by nearest rank, 0 of none; not baton.loadgen.summary's interpolation: comparable with the
+    recorded runs."""
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, int(len(ordered) * percent / 100))] if ordered else 0.0

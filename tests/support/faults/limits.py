@@ -10,7 +10,7 @@ from tests.support.process import Process
 
 @contextmanager
 def limited(process: Process, resource: int, soft: int) -> Iterator[None]:
-    """`resource`: one of psutil.RLIMIT_*."""
+    """Limit a resource of the process meanwhile. `resource`: one of psutil.RLIMIT_*."""
     seen = psutil.Process(process.pid)
     before = seen.rlimit(resource)
     seen.rlimit(resource, (soft, before[1]))
@@ -22,5 +22,5 @@ def limited(process: Process, resource: int, soft: int) -> Iterator[None]:
 
 
 def full_disk(process: Process):
-    """No file of it grows any more; pipes and sockets are as before."""
+    """Let no file of the process grow any more; pipes and sockets are as before."""
     return limited(process, psutil.RLIMIT_FSIZE, 0)

@@ -42,7 +42,7 @@ class Load:
             self._clients.append(asyncio.create_task(self._client(index)))
 
     async def stop(self, timeout_s: float = 120) -> None:
-        """Raises AssertionError when an answer does not end."""
+        """Wait for all answers. Raises AssertionError when an answer does not end."""
         self.scale(0)
         _, late = await asyncio.wait(self._clients, timeout=timeout_s) if self._clients else ((), ())
         assert not late, f"a hang: {len(late)} clients wait after {timeout_s:g} s"
@@ -50,7 +50,7 @@ class Load:
             client.result()
 
     def hit(self) -> int:
-        """A fault is about to come: everything that runs and has a token counts as hit by it."""
+        """Say that a fault is about to come: everything that runs and has a token counts as hit by it."""
         running = {ask.request_id for ask in self.history.asks if ask.tokens and not ask.was_cancelled}
         self._hit |= running
         return len(running)
@@ -79,7 +79,7 @@ class Load:
                 await asyncio.sleep(min(1.0, ask.retry_after_s or 0.2) * draw.uniform(0.5, 1.5))
 
     def _judge(self, ask: Ask) -> None:
-        """Failed: anything but an answer, our own cancel, or an honest refusal."""
+        """Count an answer. Failed is anything but an answer, our own cancel, or an honest refusal."""
         self.history.asks.remove(ask)
         self.statuses[ask.status] += 1
         self.num_tokens += ask.num_tokens

@@ -90,7 +90,7 @@ class FaultProxy:
     # ---- faults ----
 
     def stall(self, ways: Collection[str] = WAYS) -> None:
-        """Nothing comes through any more, not even an end; connections stay, and new ones are accepted."""
+        """Let nothing come through any more, not even an end; connections stay, and new ones are accepted."""
         self._call(self._set(ways, lambda way: way.flows.clear()))
 
     def delay(self, latency_s: float, jitter_s: float = 0.0, ways: Collection[str] = WAYS) -> None:
@@ -107,7 +107,7 @@ class FaultProxy:
         self._call(self._set(ways, lambda way: setattr(way, "slice_bytes", num_bytes)))
 
     def limit(self, num_bytes: int, way: str) -> None:
-        """After that many bytes the connection that carries the next is closed, in good order."""
+        """Close the connection that carries the next byte after that many, in good order."""
         self._call(self._set((way,), lambda each: setattr(each, "limit", num_bytes)))
 
     def flip(self, num_bytes: int, way: str) -> None:
@@ -119,11 +119,11 @@ class FaultProxy:
         self._slow_close_s = seconds
 
     def reset(self) -> None:
-        """RST on every open connection, to both sides."""
+        """Send RST on every open connection, to both sides."""
         self._call(self._reset())
 
     def refuse(self) -> None:
-        """RST on every open connection and on all that come."""
+        """Send RST on every open connection and on all that come."""
         self._refuses = True
         self.reset()
 
@@ -132,7 +132,7 @@ class FaultProxy:
         self._records = True
 
     def replay(self, timeout_s: float = 5.0) -> bytes:
-        """Says what was recorded once more, on a connection of its own; what is answered until it ends."""
+        """Say what was recorded once more, on a connection of its own; what is answered until it ends."""
         host, port = self.upstream.rsplit(":", 1)
         answered = bytearray()
         with socket.create_connection((host, int(port)), timeout_s) as sock:
@@ -145,7 +145,7 @@ class FaultProxy:
         return bytes(answered)
 
     def heal(self) -> None:
-        """No fault any more; what was stalled flows."""
+        """End every fault; what was stalled flows."""
         self._refuses, self._records, self._slow_close_s = False, False, 0.0
         self._call(self._set(WAYS, _heal))
 

@@ -51,8 +51,8 @@ class Samples:
         path.write_text(json.dumps(self._values))
 
     def slopes(self, warm_s: float = WARM_S, last: float = 1.0) -> dict[str, float]:
-        """Growth an hour of what was seen for at least as long again after `warm_s` of its life; in the last part of
-        that time, where `last` is less than 1: what grows to a bound grows less there, a leak as much."""
+        """Return growth an hour of what was seen for at least as long again after `warm_s` of its life; in the last
+        part of that time, where `last` is less than 1: what grows to a bound grows less there, a leak as much."""
         found = {}
         for name, points in self._values.items():
             began, ended = points[0][0] + warm_s, points[-1][0]
@@ -80,8 +80,8 @@ class Samples:
 
 
 def slope(points: Sequence[tuple[float, float]]) -> float:
-    """Growth an hour: the median slope between any two of the windows' medians (Theil and Sen), which neither a burst
-    nor a window that was unlike the others moves, and which a leak moves by all of itself."""
+    """Return growth an hour: the median slope between any two of the windows' medians (Theil and Sen), which neither a
+    burst nor a window that was unlike the others moves, and which a leak moves by all of itself."""
     windows: dict[int, list[tuple[float, float]]] = defaultdict(list)
     for at, value in points:
         windows[int((at - points[0][0]) // WINDOW_S)].append((at, value))

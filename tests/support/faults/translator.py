@@ -23,7 +23,7 @@ def unchanged(message: Message) -> None:
 
 
 def newer(message: Message) -> None:
-    """A field that this build does not know in every message, and more versions than one."""
+    """Add a field that this build does not know in every message, and more versions than one."""
     for each in _walk(message):
         each.MergeFromString(_UNKNOWN_FIELD)
     if message.HasField("hello"):
@@ -32,7 +32,7 @@ def newer(message: Message) -> None:
 
 
 def older(message: Message) -> None:
-    """As a build writes that knows the first contract only."""
+    """Change a message to what a build writes that knows the first contract only."""
     for each in list(_walk(message)):
         for field, _ in each.ListFields():
             if field.number >= _FIRST_LATER_FIELD:
@@ -116,7 +116,7 @@ class TranslatedStack(ProxiedStack):
             translator.close()
 
     def translate(self, processes: Iterable[Process], commands: Change, events: Change) -> None:
-        """From the next session on, which begins now."""
+        """Translate from the next session on, which begins now."""
         for process in processes:
             translator = self.translators[process.name]
             translator.commands, translator.events = commands, events

@@ -52,7 +52,7 @@ class ProxiedStack(Stack):
         return self.proxies[process.name]
 
     def worker(self, address: str) -> Process:
-        """By the address that the gateway knows it by."""
+        """Return a worker by the address that the gateway knows it by."""
         return next(process for process in self.workers if self.proxies[process.name].address == address)
 
     def close_proxies(self) -> None:
@@ -126,7 +126,7 @@ class World:
         self._threads.shutdown()
 
     def prompt(self, num_tokens: int) -> list[int]:
-        """Token ids that no other prompt begins with."""
+        """Return token ids that no other prompt begins with."""
         draw = random.Random(self._seed << 32 | next(self._numbers))
         return [5 + draw.randrange(_VOCAB) for _ in range(num_tokens)]
 
@@ -138,7 +138,7 @@ class World:
         return Counters(self.gateway.ready()["admin"])
 
     def pages(self) -> dict[str, str]:
-        """All that an operator can read."""
+        """Return all that an operator can read."""
         texts = {"a log": self.stack.text()}
         for process in self.stack.processes:
             admin = process.ready()["admin"]
@@ -152,7 +152,8 @@ class World:
     async def case(
         self, name: str, promise: str, allowed: Collection[str] = ("OK",), path: Path | None = None
     ) -> AsyncIterator["Case"]:
-        """Checked when it is left; raises AssertionError that names every invariant that was broken."""
+        """Open a case, which is checked when it is left; raises AssertionError that names every invariant that was
+        broken."""
         async with grpc.aio.insecure_channel(self.stack.proxy(self.gateway).address) as channel:
             case = Case(self, name, promise, allowed, channel, path)
             try:
@@ -164,7 +165,7 @@ class World:
     # ---- processes ----
 
     def aside(self, work: Callable, *args) -> asyncio.Future:
-        """Runs it in a thread that lives as long as the world: a process dies with the thread that started it."""
+        """Run it in a thread that lives as long as the world: a process dies with the thread that started it."""
         return asyncio.get_running_loop().run_in_executor(self._threads, work, *args)
 
     def restart(self, process: Process) -> Process:
@@ -175,7 +176,7 @@ class World:
         return reborn
 
     def heal(self) -> list[str]:
-        """Every process runs, every edge is clean, every place is harmless. Return deaths that were not ordered."""
+        """Let every process run, every edge be clean and every place harmless. Returns deaths that were not ordered."""
         deaths = []
         for proxy in [*self.stack.proxies.values(), *self.edges, *([self.redis_proxy] if self.redis else [])]:
             proxy.heal()
@@ -190,7 +191,7 @@ class World:
         return deaths
 
     def settled(self, timeout_s: float = 30) -> None:
-        """Until the gateway sees every worker serve: a worker that is ready has still to be found again."""
+        """Wait until the gateway sees every worker serve: a worker that is ready has still to be found again."""
         deadline = time.monotonic() + patience(timeout_s)
         while True:
             states = self.states()
@@ -210,13 +211,13 @@ class World:
         return {address: worker["state"] for address, worker in json.loads(body)["workers"].items()}
 
     def ledgers(self) -> list[str]:
-        """Waits until every worker has all its blocks back."""
+        """Wait until every worker has all its blocks back."""
         return [
             fault for faults in self._threads.map(self._ledger_faults, list(self.probes.items())) for fault in faults
         ]
 
     def tables(self) -> list[str]:
-        """Waits until every table of every worker is empty, as the gateway's fleet page has it."""
+        """Wait until every table of every worker is empty, as the gateway's fleet page has it."""
         deadline = time.monotonic() + LEASE_S + patience(15)
         while True:
             admin = self.gateway.ready()["admin"]
@@ -259,12 +260,12 @@ class Case:
         return self.history.ask(self.stub, prompt, max_tokens=max_tokens, **fields)
 
     def ask_many(self, count: int, num_prompt: int = 200, max_tokens: int = 40) -> list[Ask]:
-        """Greedy and seeded ones, in turn."""
+        """Ask greedy and seeded requests, in turn."""
         sampled = {"temperature": 0.9, "seed": 11}
         return [self.ask(num_prompt, max_tokens, **(sampled if index % 2 else {})) for index in range(count)]
 
     async def ended(self, *asks: Ask, timeout_s: float = RECOVERY_TIMEOUT_S) -> None:
-        """All that were asked, unless some are named."""
+        """Wait for all that were asked, unless some are named."""
         tasks = [ask.task for ask in asks or self.history.asks]
         _, late = await asyncio.wait(tasks, timeout=timeout_s) if tasks else ((), ())
         assert not late, f"a hang: {len(late)} requests have not ended after {timeout_s:g} s"
@@ -277,7 +278,7 @@ class Case:
             yield
 
     async def busy(self, role: str, timeout_s: float = 20) -> Process:
-        """The worker that has sequences, or leases out, now."""
+        """Return the worker that has sequences, or leases out, now."""
         deadline = time.monotonic() + patience(timeout_s)
         while time.monotonic() < deadline:
             for process in getattr(self.stack, role):
@@ -287,14 +288,14 @@ class Case:
         raise AssertionError(f"no {role} worker is busy")
 
     def arm_one(self, processes: Sequence[Process], text: str) -> None:
-        """A failpoint that acts once, in the first process that reaches it."""
+        """Arm a failpoint that acts once, in the first process that reaches it."""
         token = self.stack.folder / "token"
         token.touch()
         for process in processes:
             process.arm(f"{text}{token}")
 
     async def doomed(self, *processes: Process, timeout_s: float = 30) -> Process:
-        """The first process that a failpoint must kill."""
+        """Return the first process that a failpoint must kill."""
         deadline = time.monotonic() + patience(timeout_s)
         while time.monotonic() < deadline:
             for process in processes:
@@ -316,7 +317,7 @@ class Case:
     # ---- afterwards ----
 
     async def check(self) -> None:
-        """Heals, waits for every answer, sends probes, and applies the invariants. Raises AssertionError."""
+        """Heal, wait for every answer, send probes, and apply the invariants. Raises AssertionError."""
         await self.ended()
         faults = await self.world.aside(self.world.heal)
         disturbed = list(self.history.asks)

@@ -1,8 +1,10 @@
-"""`python -m tests.support.fork_server.program SOCKET`: fork a process for each request, see processes.py. It has
-imported what workers import, of which Baton's own modules alone took each of them 0.25 s of CPU, and of gateways what
-others have made: some of a gateway's own modules draw a number when they are imported. Each child imports
-baton.failpoints again, which reads its variable then; so does baton.engine.kernels, of TRITON_INTERPRET, which all have
-in common."""
+"""Fork a process for each request that comes to a socket: `python -m tests.support.fork_server.program SOCKET`. The
+requests are made by processes.py.
+
+Before the first, the program imports all that workers import (Baton's own modules alone took each worker 0.25 s of
+CPU), and third parties' packages for gateways. It imports no module of the gateway itself: some of these draw a random
+number when they are imported, which all children would share. baton.failpoints is imported again in each child, because
+it reads its environment variable at import; baton.engine.kernels is not, as TRITON_INTERPRET is the same for all."""
 
 import atexit
 import ctypes
@@ -50,7 +52,7 @@ def main() -> None:
 
 
 def _next_child(listener: socket.socket) -> tuple[dict, list[int]] | None:
-    """None in the server itself; in the child that was asked for, what it shall be, and its descriptors."""
+    """Return none in the server itself; in the child that was asked for, what it shall be, and its descriptors."""
     connection, _ = listener.accept()
     with connection:
         message, given, _, _ = socket.recv_fds(connection, 1 << 17, _MOST_DESCRIPTORS)
@@ -98,8 +100,8 @@ def _run_child(request: dict, given: list[int], by_imports: dict[str, str]) -> N
 
 
 def _end(status: int) -> None:
-    """As Python does, but without taking apart what it has in common with the server: that took each child 0.25 s of
-    CPU."""
+    """End as Python does, but without taking apart what it has in common with the server: that took each child 0.25 s
+    of CPU."""
     threading._shutdown()
     atexit._run_exitfuncs()
     gc.collect()

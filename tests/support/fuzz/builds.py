@@ -16,7 +16,7 @@ FAULTS = ("swap", "swap", "swap", "kill", "reset", "role", "redis flush")
 
 
 def builds_plan(seed: int, num_requests: int = 120, num_faults: int = 5) -> Plan:
-    """One fault in some twenty requests, half of them upgrades or the way back."""
+    """Return a plan with one fault in some twenty requests, half of them upgrades or the way back."""
     draw = random.Random(seed)
     faults = [[draw.randrange(num_requests), draw.choice(FAULTS), draw.randrange(4), 100] for _ in range(num_faults)]
     return {**stack_plan(seed, num_requests), "faults": sorted(faults)}
@@ -47,7 +47,7 @@ class MixedStack(FuzzStack):
         return statuses
 
     def swap(self, name: str) -> None:
-        """From its next life on a process runs the other checkout than now."""
+        """Let a process run, from its next life on, the other checkout than now."""
         self._elsewhere ^= {name}
 
     def _process(self, name: str, argv: list[str], folder: Path) -> Process:

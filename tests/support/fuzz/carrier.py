@@ -17,7 +17,7 @@ class Lease:
         self.source, self.taker, self.refs = source, taker, refs
 
     def carry(self, refs: Sequence[BlockRef], begin: int, end: int) -> bool:
-        """Tokens [begin, end) into blocks `refs` of the taker, whatever the block sizes. False: what was leased is
+        """Copy tokens [begin, end) into blocks `refs` of the taker, whatever the block sizes. False: what was leased is
         something else by now, and so is what was carried."""
         tokens = torch.arange(begin, end)
         theirs, ours = _places(self.source.pool, self.refs, tokens), _places(self.taker.pool, refs, tokens)

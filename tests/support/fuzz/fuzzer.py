@@ -37,7 +37,7 @@ class Found(NamedTuple):
 def fuzz(
     fuzzer: Fuzzer, count: int, seed: int, ends_at: float = float("inf"), max_tries: int = MAX_TRIES
 ) -> tuple[Counter[str], Found | None]:
-    """Plans until `count` of what is counted were seen, or time is up (time.monotonic()). `max_tries`: to make the
+    """Obey plans until `count` of what is counted were seen, or time is up (time.monotonic()). `max_tries`: to make the
     first that fails small."""
     counts: Counter[str] = Counter()
     number = seed * SEED_STEP
@@ -72,7 +72,7 @@ def _fault(fuzzer: Fuzzer, plan: Plan) -> tuple[str, str]:
 
 
 def words(found: Found) -> str:
-    """All that is needed to see it again."""
+    """Return all that is needed to see it again."""
     text = json.dumps(found.plan)
     num_requests, num_ops = len(found.plan["requests"]), len(found.plan.get("ops") or found.plan.get("faults", ()))
     return (
@@ -82,5 +82,5 @@ def words(found: Found) -> str:
 
 
 def read_plan(text: str) -> Plan:
-    """From JSON, or from a file of it."""
+    """Return a plan from JSON, or from a file of it."""
     return json.loads(text if text.lstrip().startswith("{") else (ROOT / Path(text)).read_text())

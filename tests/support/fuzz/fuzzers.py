@@ -15,7 +15,7 @@ from tests.support.models import make_model
 
 
 def _on_a_stack(plan: Plan) -> Counter[str]:
-    """On one of its own."""
+    """Obey a plan on a stack of its own."""
     with tempfile.TemporaryDirectory() as folder:
         with Stacks(make_model(Path(folder) / "tiny"), Path(folder) / "stack") as stacks:
             return stacks.obey(plan)

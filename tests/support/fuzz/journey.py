@@ -56,7 +56,7 @@ class Journey:
     # ---- what a plan may do ----
 
     def go(self) -> None:
-        """The next step of its course, if there is one."""
+        """Take the next step of its course, if there is one."""
         for attempt in (*self.past, self.attempt):
             attempt.go()
 
@@ -96,7 +96,8 @@ class Journey:
             self.attempt.stop()
 
     def again(self, course: str, at: int) -> None:
-        """With one choice from its position, with several from the beginning: the tokens are the same."""
+        """Continue as another attempt: with one choice from its position, with several from the beginning: the tokens
+        are the same."""
         if self.reasons and self.asked.sampling.n == 1:
             self.ended = "done"
             return
@@ -139,7 +140,7 @@ class Attempt:
 
     @property
     def is_over(self) -> bool:
-        """Nothing is in flight, and no engine holds anything for it."""
+        """Return whether nothing is in flight, and no engine holds anything for it."""
         return self._course.gi_frame is None
 
     @property
@@ -159,7 +160,7 @@ class Attempt:
                 self.journey.again("whole", self.at)
 
     def stop(self) -> None:
-        """Everywhere. What is in flight still lands: `go` on."""
+        """Cancel it everywhere. What is in flight still lands: `go` on."""
         for engine in self.world.engines:
             engine.cancel(self.key)
         self.lapse()
@@ -322,7 +323,7 @@ class Attempt:
         return error is None
 
     def _until(self, ask: Callable) -> Course:
-        """Asks again and again, as long as there is patience."""
+        """Ask again and again, as long as there is patience."""
         while True:
             try:
                 return ask()

@@ -32,7 +32,7 @@ RACES: Weights = {"go": 20, "cancel": 40, "park": 5, "resume": 10, "move": 10, "
 
 
 def toy_plan(seed: int) -> Plan:
-    """Small engines whose pools hold little more than one request."""
+    """Return a plan of small engines whose pools hold little more than one request."""
     draw = random.Random(seed)
     max_model_len = draw.choice((96, 192, 256, 384))
     plan = {
@@ -45,7 +45,7 @@ def toy_plan(seed: int) -> Plan:
 
 
 def real_plan(seed: int) -> Plan:
-    """Engines over the model of demo/: any stored form, any speculator, both compute types."""
+    """Return a plan of engines over the model of demo/: any stored form, any speculator, both compute types."""
     draw = random.Random(seed)
     max_model_len = 384
     plan = {
@@ -101,7 +101,7 @@ def _request(draw: random.Random, index: int, max_model_len: int) -> Plan:
 
 
 def _ops(draw: random.Random, requests: list[Plan], per_request: int) -> list:
-    """Draw a number for each request; most are about those that have lately come."""
+    """Draw `per_request` operations for each request; most are about requests that have lately come."""
     total, found = per_request * len(requests), []
     is_late = draw.random() < 0.3  # most have little time
     for wish in requests:

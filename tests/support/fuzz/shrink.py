@@ -19,7 +19,7 @@ class Shrinker:
         self._fails, self._tries_left = fails, max_tries
 
     def shrink(self, plan: Plan) -> Plan:
-        """Returns the smallest plan found; `plan` itself where it does not fail again."""
+        """Return the smallest plan found; `plan` itself where it does not fail again."""
         self._wanted = self._fails(plan)
         if not self._wanted:
             return plan
@@ -36,7 +36,7 @@ class Shrinker:
         return self._tries_left >= 0 and self._fails(plan) == self._wanted
 
     def _with_less(self, plan: Plan, path: Path) -> Plan:
-        """Takes pieces out of one list, halves first, then ever smaller ones, from its end."""
+        """Take pieces out of one list, halves first, then ever smaller ones, from its end."""
         if (items := _at(plan, path)) is None:  # it went with a list around it
             return plan
         piece = len(items)
@@ -66,7 +66,7 @@ class Shrinker:
 
 
 def _lists(value: Any, path: Path = ()) -> Iterator[Path]:
-    """Paths of lists of which items may go: lists of lists or of dicts."""
+    """Return paths of lists of which items may go: lists of lists or of dicts."""
     for key, item in _items(value):
         if isinstance(item, list) and all(isinstance(each, list | dict) for each in item):
             yield (*path, key)

@@ -63,7 +63,7 @@ _AT_REST = re.compile(r'holder="(free|cached)"')
 
 
 def stack_plan(seed: int, num_requests: int = 250, num_faults: int = 6) -> Plan:
-    """One fault in some forty requests: workers come back meanwhile."""
+    """Return a plan with one fault in some forty requests: workers come back meanwhile."""
     draw = random.Random(seed)
     faults = [
         [draw.randrange(num_requests), draw.choice(FAULTS), draw.randrange(4), draw.choice((0, 100, 300, 1500))]
@@ -214,7 +214,7 @@ class Run:
             self._seen.append(seen)
 
     async def _ask(self, seen: Seen) -> None:
-        """Until it is answered, or not refused because all are busy."""
+        """Ask until it is answered, or not refused because all are busy."""
         gateway, pause_s = seen.wish["gateway"], 0.0
         while seen.num_tries < MAX_TRIES:
             await asyncio.sleep(pause_s)
@@ -303,7 +303,7 @@ class Run:
         await self._world.aside(self._world.restart, process)
 
     async def _role(self, process: Process, pause_s: float) -> None:
-        """There, and back."""
+        """Give a worker the other role, then its own."""
         roles = ("decode", "prefill") if process in self._stack.prefill else ("prefill", "decode")
         for role in roles:
             async with grpc.aio.insecure_channel(self._stack.address[process.name]) as channel:
@@ -362,14 +362,14 @@ class Run:
         return list((await self._stubs[0].Tokenize(request, timeout=30)).token_ids)
 
     def _check_empty(self) -> None:
-        """Through what operators read: blocks, keys and requests are back to nothing."""
+        """Wait until, by what operators read, blocks, keys and requests are back to nothing."""
         deadline = time.monotonic() + patience(IDLE_S)
         while held := self._held():
             assert time.monotonic() < deadline, f"still held: {held}"
             time.sleep(0.1)
 
     def _held(self) -> dict:
-        """As the page for operators and each process have it."""
+        """Return what is held, as the page for operators and each process have it."""
         found = {}
         for gateway in self._stack.gateways:
             page = json.loads(_page(gateway, "fleet.json"))
@@ -424,7 +424,7 @@ class Oracle:
 
 
 def _prompt(seed: int, wish: Plan):
-    """Text, messages or token ids."""
+    """Return text, messages or token ids."""
     number = _number(wish["id"])
     if wish["shape"] == "ids":
         shared = random.Random(f"{seed}/{number % 4}").choices(range(5, 1000), k=wish["shared"])

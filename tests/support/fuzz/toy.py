@@ -58,7 +58,7 @@ def _proposers(plan: Plan, max_num_seqs: int, answers: Answers) -> list:
 
 
 def request_of(plan: Plan, wish: Plan, vocab_size: int) -> Request:
-    """As the plan has it; prompts are drawn, begin alike, and some repeat themselves."""
+    """Return a request as the plan has it; prompts are drawn, begin alike, and some repeat themselves."""
     shared = _drawn(f"{plan['seed']}/{wish['of']}", wish["shared"], vocab_size)
     own = _drawn(f"{plan['seed']}/{wish['id']}", wish["own"], vocab_size)
     if wish["loops"]:

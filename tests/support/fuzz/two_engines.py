@@ -89,7 +89,7 @@ class TwoEngines:
             self._watch_forward(number, each)
 
     def run(self) -> Counter[str]:
-        """Returns what there was to count."""
+        """Obey the plan; returns what there was to count."""
         try:
             with self._clocked():
                 for op in self.plan["ops"]:

@@ -48,7 +48,7 @@ class Wires:
         self, taker: Engine, source: Engine, key: Key, lease: Key, blocks: Sequence[BlockRef], hashes: Sequence[bytes],
         parent: bytes, num_tokens: int, num_ready: int, num_cached: int,
     ) -> asyncio.Task:  # fmt: skip
-        """Pulls what is leased as `lease` for `key`."""
+        """Pull what is leased as `lease` for `key`."""
         fetcher = self._fetchers[self._engines.index(taker)]
         begin = num_cached // SPAN_TOKENS * SPAN_TOKENS
         taker_words = self._in_loop(fetcher.taker)
@@ -70,11 +70,11 @@ class Wires:
         self._in_loop(lambda: self._sources[self._engines.index(source)].cancel(lease))
 
     def spin(self) -> None:
-        """A little of what is under way."""
+        """Do a little of what is under way."""
         self._loop.run_until_complete(asyncio.sleep(SPIN_S))
 
     def settle(self, task: asyncio.Task) -> BaseException | None:
-        """Ends a fetch, after which no byte of it lands. What it failed of, None where it has succeeded."""
+        """End a fetch, after which no byte of it lands. Returns what it failed of, None where it has succeeded."""
         task.cancel()
         self._loop.run_until_complete(asyncio.wait([task]))
         error = asyncio.CancelledError() if task.cancelled() else task.exception()

@@ -76,7 +76,7 @@ def _reply(writer: asyncio.StreamWriter, status: int, value: dict) -> None:
 
 
 def _event(writer: asyncio.StreamWriter, value: dict) -> None:
-    """In two chunks, cut where it is not polite."""
+    """Write an event in two chunks, cut where it is not polite."""
     data = f"data: {json.dumps(value)}\n\n".encode()
     _chunk(writer, data[:9])
     _chunk(writer, data[9:])

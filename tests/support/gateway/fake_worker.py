@@ -28,7 +28,7 @@ _lease_ids = itertools.count(1)
 
 
 def token_at(prompt_ids: Sequence[int], choice: int, index: int, vocab_size: int) -> int:
-    """Never one of the first ten ids: those are control tokens."""
+    """Return a token, never one of the first ten ids: those are control tokens."""
     text = f"{list(prompt_ids)}/{choice}/{index}".encode()
     return 10 + int.from_bytes(hashlib.sha256(text).digest()[:4], "little") % (vocab_size - 10)
 
@@ -151,7 +151,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         return self
 
     async def stop(self) -> None:
-        """As if it were killed: every stream breaks at once."""
+        """Stop as if it were killed: every stream breaks at once."""
         for lease in _leases.values():
             if lease.source is self:
                 lease.lost = True
@@ -338,7 +338,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         self._end(session, key)
 
     async def _give(self, session, key, message) -> None:
-        """Spans that are here, leased until they are taken; the ticket tells how many tokens."""
+        """Lease spans that are here, until they are taken; the ticket tells how many tokens."""
         await self._pass("offer")
         hashes = message.spans.hashes
         self.held.add(key)

@@ -4,7 +4,7 @@ import re
 
 
 def control_tokens(text: str, controls) -> list[tuple[int, int]]:
-    """Leftmost, of those at one place the longest, none over another."""
+    """Return the control tokens in a text: leftmost, of those at one place the longest, none over another."""
     found, position = [], 0
     while position < len(text):
         here = [control for control in controls if text.startswith(control, position)]
@@ -16,7 +16,7 @@ def control_tokens(text: str, controls) -> list[tuple[int, int]]:
 
 
 def stopped(text: str, stops) -> tuple[str, str | None]:
-    """The text before the stop string that is complete first, of those the longest, and which one it is."""
+    """Return the text before the stop string that is complete first, of those the longest, and which one it is."""
     for end in range(1, len(text) + 1):
         here = [stop for stop in stops if text[:end].endswith(stop)]
         if here:
@@ -26,7 +26,7 @@ def stopped(text: str, stops) -> tuple[str, str | None]:
 
 
 def held_back(text: str, stops) -> str:
-    """The longest end of text that a stop string begins with, and is not."""
+    """Return the longest end of text that a stop string begins with, and is not."""
     for begin in range(len(text)):
         if any(stop.startswith(text[begin:]) and stop != text[begin:] for stop in stops):
             return text[begin:]

@@ -14,7 +14,8 @@ CONTROLS = (
 
 @functools.cache
 def byte_level(bos: str | None = None, unspecial: tuple[str, ...] = ()) -> bytes:
-    """As Llama 3 and Qwen have it; `bos` is put before texts. `unspecial` are added, and not special."""
+    """Return a tokenizer.json as Llama 3 and Qwen have it; `bos` is put before texts. `unspecial` are added, and not
+    special."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -34,8 +35,8 @@ def byte_level(bos: str | None = None, unspecial: tuple[str, ...] = ()) -> bytes
 
 @functools.cache
 def sentencepiece(prepend: str = "always", strips_space: bool = True, added: tuple[str, ...] = ()) -> bytes:
-    """As Llama 2 ("normalizer") and Mistral ("first") have it: spaces are ▁, unknown characters are bytes. Gemma's
-    keeps the space in front; `added` are words of the vocabulary."""
+    """Return a tokenizer.json as Llama 2 ("normalizer") and Mistral ("first") have it: spaces are ▁, unknown characters
+    are bytes. Gemma's keeps the space in front; `added` are words of the vocabulary."""
     vocab = {"<unk>": 0, "<s>": 1, "</s>": 2} | {f"<0x{value:02X}>": value + 3 for value in range(256)}
     letters = sorted(character for character in {*TEXTS[0], *"[]/<>|_\n"} if character.isascii() and character != " ")
     for character in ["▁", *letters]:

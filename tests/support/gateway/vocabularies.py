@@ -11,7 +11,8 @@ END = "<|end|>"
 
 
 def byte_vocabulary(without: str = "", words: Iterable[str] = WORDS, only: str = "") -> bytes:
-    """A token for each byte, but those of `without`, or for those of `only`; some words; and END, the last id."""
+    """Return a vocabulary: a token for each byte, but those of `without`, or for those of `only`; some words; and END,
+    the last id."""
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     if only:
         alphabet = set(pre_tokenizers.ByteLevel(False, use_regex=False).pre_tokenize_str(only)[0][0])

@@ -19,7 +19,7 @@ SCALES = {GGMLType.Q4_K: ((0, 2), 144), GGMLType.Q6_K: ((208,), 210)}
 
 
 def encode(values: np.ndarray, kind: GGMLType, seed: int = 0) -> np.ndarray:
-    """Stored rows of a float matrix; for types without an encoder, drawn bytes with small scales."""
+    """Return stored rows of a float matrix; for types without an encoder, drawn bytes with small scales."""
     if kind not in SCALES:
         return quants.quantize(values, kind)
     offsets, size = SCALES[kind]

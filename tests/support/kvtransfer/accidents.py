@@ -78,7 +78,8 @@ class AccidentConnection(InterceptedConnection):
                 self._connection.close()
 
     def _corrupted(self, frame):
-        """One bit of what the frame says. A Ready with bytes behind it keeps its words: its bytes are what is hit."""
+        """Flip one bit of what the frame says. A Ready with bytes behind it keeps its words: its bytes are what is
+        hit."""
         spoilt = type(frame)()
         spoilt.CopyFrom(frame)
         bit = 1 << self._random.randrange(16)
@@ -97,7 +98,7 @@ class AccidentConnection(InterceptedConnection):
 
 
 def corrupted(payload, rng: random.Random):
-    """The same groups of buffers with one bit of one of them flipped, in a copy."""
+    """Return the same groups of buffers with one bit of one of them flipped, in a copy."""
     groups = [[np.frombuffer(bytes(part), np.uint8).copy() for part in group] for group in payload]
     if groups:
         part = rng.choice(rng.choice(groups))

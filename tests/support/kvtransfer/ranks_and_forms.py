@@ -75,7 +75,7 @@ class Rank:
         return cls(whole, shard, region, BlockMemory(region.memory, own))
 
     def row(self, plane: int, block_ids, token: int, layer: int, kv: int, head: int) -> np.ndarray:
-        """By offsets written out, with nothing of the code under test: the bytes of one row, a view."""
+        """Return a row by offsets written out, with nothing of the code under test: the bytes of one row, a view."""
         (box,) = self.shard
         group = self.layout.groups[0]
         sizes = (group.row_bytes, group.row_scale_bytes)
@@ -102,7 +102,7 @@ def widened(rank: Rank) -> bytearray:
 
 
 def expected(sources: list[Rank], source_ids, taker_form: str, token: int, layer: int, kv: int, head: int):
-    """(row, scales) that must arrive: looked up in any source that has them, converted alone."""
+    """Return (row, scales) that must arrive: looked up in any source that has them, converted alone."""
     for rank in sources:
         (box,) = rank.shard
         if layer in box.layers and head in box.heads:
@@ -186,7 +186,7 @@ class Cluster:
             rank.region.close()
 
     def offer(self, key, num_tokens: int):
-        """(handle, ticket): each rank leases its part under one name."""
+        """Return (handle, ticket): each rank leases its part under one name."""
         num_blocks = self.source_layout.num_blocks(num_tokens)
         blocks = tuple(BlockRef(int(block), 5) for block in self.source_ids[:num_blocks])
         hashes, lease_id = span_hashes(num_tokens), secrets.token_bytes(16)

@@ -197,7 +197,7 @@ class Rig:
         return await self.fetcher.fetch(offer.handle, offer.ticket, destination, time.monotonic() + within_s)
 
     def tokens(self, pool: np.ndarray, ids: np.ndarray, begin: int, end: int) -> np.ndarray:
-        """[tokens, layers * 2 * heads, row bytes] of a request, whatever blocks it is in."""
+        """Return [tokens, layers * 2 * heads, row bytes] of a request, whatever blocks it is in."""
         group = (self.layout if pool is self.source_pool else self.taker_layout).groups[0]
         cells = group.num_layers * 2 * group.num_kv_heads
         blocks = pool[: NUM_BLOCKS * group.block_bytes].reshape(NUM_BLOCKS, -1)
@@ -234,7 +234,7 @@ def _pool_bytes(layout: KVLayout) -> int:
 
 @contextlib.asynccontextmanager
 async def running(transport: str | tuple[str, ...], shape: KVLayout | None = None, **options):
-    """A rig; behind it the source must be able to serve one more request and every lease must have ended once."""
+    """Run a rig; behind it the source must be able to serve one more request and every lease must have ended once."""
     rig = Rig(transport, shape or layout(), **options)
     await rig.source.start(rig.address)
     try:
@@ -247,7 +247,7 @@ async def running(transport: str | tuple[str, ...], shape: KVLayout | None = Non
 
 
 async def assert_still_serves(rig: Rig) -> None:
-    """The next request goes through, whatever befell the last."""
+    """Check that the next request goes through, whatever befell the last."""
     rig.source.fault = None
     rig.taker_pool[:] = 0
     destination = rig.destination()

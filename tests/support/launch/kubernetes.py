@@ -180,7 +180,7 @@ class ApiServer:
         return JSONResponse({"metadata": {"resourceVersion": str(self.version)}, "items": items})
 
     async def _events(self, version: int):
-        """One line for each change; three, and the server ends the watch, as it may at any time."""
+        """Return one line for each change; three, and the server ends the watch, as it may at any time."""
         for _ in range(3):
             while self.version == version:
                 await self._changed.wait()

@@ -47,8 +47,8 @@ class RayCluster:
         self._all = [self._popen.pid, *(each.pid for each in psutil.Process(self._popen.pid).children(recursive=True))]
 
     def kill_node_of(self, address: str) -> None:
-        """SIGKILL to the raylet of the node whose worker listens at `address`, and to every process on that node, at
-        once."""
+        """Send SIGKILL to the raylet of the node whose worker listens at `address`, and to every process on that node,
+        at once."""
         workers = [each for each in psutil.process_iter(["cmdline"]) if address in (each.info["cmdline"] or ())]
         raylet = next(each for each in workers[0].parents() if each.name() == "raylet")
         victims = [raylet, *raylet.children(recursive=True)]

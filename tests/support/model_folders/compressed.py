@@ -17,7 +17,7 @@ COMPRESSORS = {
 
 
 def write_compressed(folder, layout: str, weights: dict, activations: dict | None = None, skip=(), **config):
-    """Every linear but those in `skip`; returns what they mean."""
+    """Write every linear but those in `skip`; returns what they mean."""
     args = QuantizationArgs(**weights)
     inputs = QuantizationArgs(**activations) if activations else None
     scheme = QuantizationScheme(targets=["Linear"], weights=args, input_activations=inputs)
@@ -37,7 +37,7 @@ def write_compressed(folder, layout: str, weights: dict, activations: dict | Non
 
 
 def scales_of(weight, args) -> dict:
-    """Scale and zero point over the smallest and largest value of each group, row, block or all."""
+    """Return scale and zero point over the smallest and largest value of each group, row, block or all."""
     rows, columns = weight.shape
     if args.strategy == "block":
         height, width = args.block_structure

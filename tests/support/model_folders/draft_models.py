@@ -15,7 +15,7 @@ DRAFT_VOCAB = 64
 
 
 def make_target_and_draft(path: Path, noise: float = 0.02) -> tuple[Path, Path]:
-    """(target, draft)."""
+    """Return (target, draft)."""
     model = tiny(DRAFT_VOCAB)
     model.save_pretrained(path / "target")
     with torch.no_grad():
@@ -45,7 +45,8 @@ SAMPLING = (
 
 
 def mixed_requests(count: int, max_tokens: int = 24, seed: int = 0, **more) -> list[Request]:
-    """Requests with every sampling field, prompts of all lengths, many with a prefix in common, some that repeat."""
+    """Return requests with every sampling field, prompts of all lengths, many with a prefix in common, some that
+    repeat."""
     chance = random.Random(seed)
     shared, requests = [chance.randrange(DRAFT_VOCAB) for _ in range(150)], []
     for index in range(count):

@@ -1,15 +1,10 @@
-"""Small random models of every family, made with transformers, adapters of them, made with PEFT, and a bare hand that
-feeds models to Model.forward."""
+"""Small random models of every family, made with transformers, and adapters of them, made with PEFT."""
 
 import copy
 from pathlib import Path
 
 import torch
 import transformers
-
-from baton.engine.core.batch import ForwardBatch, SeqSlice, StateRows
-from baton.engine.kv.pool import KVPool
-from baton.engine.models.decoder import Model
 
 SMALL = dict(
     vocab_size=199,
@@ -101,9 +96,10 @@ LLAMA4 = dict(
 )  # fmt: skip
 EXPERTS = dict(moe_intermediate_size=28, num_experts_per_tok=3)
 
-# Of Qwen3-Next and Qwen3.5: norms to which it adds one; and decays, as of states that forget at once little but
-# rounding is left, which its norms make large (3e-4 of a logit, here as in transformers).
-LESS = (
+# Weights of Qwen3-Next and Qwen3.5 that are drawn smaller: those of norms, to which the model adds one, and of decays:
+# of a state that forgets at once only rounding is left, which the norms behind it make large (3e-4 of a logit, here as
+# in transformers).
+DRAWN_SMALLER = (
     "layernorm.weight",
     "q_norm.weight",
     "k_norm.weight",
@@ -178,7 +174,7 @@ FAMILIES = {
     "bamba": ("Bamba", MAMBA | dict(mamba_n_groups=2, attn_layer_indices=[1], mamba_conv_bias=False)),
 }
 
-# One of each kind of layer: what all of them is walked through by tests/engine/models/test_families_served.py.
+# One family for each kind of layer: tests/engine/models/test_families_served.py runs every check on each.
 SERVED = ("llama3", "mistral", "qwen2-window", "qwen3", *list(FAMILIES)[list(FAMILIES).index("ministral") :])
 
 # Those of them that differ from another line by a setting alone: left to the long tests.
@@ -188,7 +184,7 @@ ONE_OF_EACH_CLASS = {prefix: name for name, (prefix, _) in FAMILIES.items()}.val
 
 
 def tiny(vocab_size: int) -> transformers.PreTrainedModel:
-    """Two layers of 64, random, with clearly likeliest tokens."""
+    """Return a Llama of two layers of 64, random, with clearly likeliest tokens."""
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
         vocab_size=vocab_size,
@@ -242,7 +238,7 @@ def randomize(model, prefix: str) -> None:
             # Wide enough that greedy tokens vary; biases and norms away from the values that hide them.
             std = 0.3 if key.endswith("bias") else 1.5 / parameter.shape[-1] ** 0.5
             parameter.normal_(std=std) if parameter.dim() > 1 or "bias" in key else parameter.uniform_(0.5, 1.5)
-            if prefix.startswith(("Qwen3Next", "Qwen3_5")) and key.endswith(LESS):
+            if prefix.startswith(("Qwen3Next", "Qwen3_5")) and key.endswith(DRAWN_SMALLER):
                 parameter -= 3 if key.endswith("A_log") else 1
         for key, buffer in model.named_buffers():
             if key.endswith("correction_bias"):
@@ -262,54 +258,6 @@ def make_adapter(folder: Path, model, targets, rank: int = 8, alpha: int = 16, s
                 parameter.normal_(std=0.5 / parameter.shape[-1] ** 0.5)
     adapted.save_pretrained(str(folder))
     return adapted.merge_and_unload().eval()
-
-
-class Hand:
-    """Sequences in a paged pool, their blocks scattered, stepped in whatever mixture the test asks for."""
-
-    def __init__(self, model: Model, form: str = "fp32", block_size: int = 16, num_blocks: int = 400):
-        self.model = model
-        layout = model.kv_layout(form, block_size)
-        num_states = 8 if layout.state is not None else 0
-        self.pool = KVPool(layout, num_blocks, device=model.device, num_states=num_states)
-        # What a block held before must not matter.
-        self.pool.bytes.fill_(255)  # NaN in every form, or in its scales
-        if self.pool.states is not None:
-            for state_id in range(num_states):
-                self.pool.states.of(state_id).fill_(float("nan"))
-        self._free = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(1)).tolist()
-        self.block_ids: dict[str, list[int]] = {}
-        self.num_tokens: dict[str, int] = {}
-
-    def states(self) -> list[bytes]:
-        """What layers keep of each sequence that has been stepped, without the padding of a layer's block."""
-        if self.pool.states is None:
-            return []
-        kept = range(len(self.block_ids))
-        size = self.model.spec.state.num_elements
-        return [self.pool.states.of(state_id)[:, :size].numpy().tobytes() for state_id in kept]
-
-    def step(self, work: dict[str, list[int]]) -> dict[str, torch.Tensor]:
-        """Append tokens to sequences, all in one batch; logits of all of their rows, per sequence."""
-        token_ids, positions, slots, seqs = [], [], [], []
-        size = self.pool.block_size
-        for name, new_ids in work.items():
-            begin = self.num_tokens.get(name, 0)
-            end = begin + len(new_ids)
-            blocks = self.block_ids.setdefault(name, [])
-            while len(blocks) * size < end:
-                blocks.append(self._free.pop())
-            state = StateRows(list(self.block_ids).index(name)) if self.pool.states is not None else None
-            seqs.append(SeqSlice(len(token_ids), len(new_ids), end, torch.tensor(blocks), state))
-            token_ids += new_ids
-            positions += range(begin, end)
-            slots += [blocks[position // size] * size + position % size for position in range(begin, end)]
-            self.num_tokens[name] = end
-        rows = torch.arange(len(token_ids))
-        batch = ForwardBatch(torch.tensor(token_ids), torch.tensor(positions), torch.tensor(slots), seqs, rows)
-        with torch.inference_mode():
-            logits = self.model.forward(batch, self.pool)
-        return dict(zip(work, logits.split([seq.query_len for seq in seqs]), strict=True))
 
 
 def random_ids(num_tokens: int, seed: int, vocab_size: int = SMALL["vocab_size"]) -> list[int]:

@@ -19,13 +19,13 @@ WIDE = dict(hidden_size=192, intermediate_size=256, num_hidden_layers=2)
 
 
 def make_family(folder: Path, name: str, dtype: torch.dtype = torch.float32) -> Path:
-    """A random model of a family whose sizes are multiples of 32."""
+    """Write a random model of a family whose sizes are multiples of 32."""
     make_folder(folder, name, dtype, **WIDE)
     return folder
 
 
 def make_demo_like(folder: Path) -> Path:
-    """With a tokenizer, bf16, as `baton quantize` finds it."""
+    """Write a model with a tokenizer, bf16, as `baton quantize` finds it."""
     return make_model(folder, SMALL)
 
 
@@ -40,7 +40,7 @@ def samples(count: int = 6, length: int = 64, vocab_size: int = 199) -> list[tor
 
 
 def correlated(num_rows: int, size: int, seed: int = 0) -> torch.Tensor:
-    """Inputs [rows, size] that depend on few directions, with a few large channels."""
+    """Return inputs [rows, size] that depend on few directions, with a few large channels."""
     generator = torch.Generator().manual_seed(seed)
     mixed = torch.randn(num_rows, size // 4, generator=generator) @ torch.randn(size // 4, size, generator=generator)
     channel_sizes = torch.rand(size, generator=generator) + 0.1

@@ -19,7 +19,7 @@ LINEAR = re.compile(r"model\.layers\.\d+\.(self_attn|mlp)\.\w+_proj")
 
 
 def dense_folder(folder: Path, family: str = "llama3", dtype: torch.dtype = torch.float32, **changes):
-    """The model that the writers below quantize; sizes that groups of 32 divide."""
+    """Write the model that the writers below quantize; sizes that groups of 32 divide."""
     return make_folder(folder, family, dtype, **(SIZES | changes))
 
 
@@ -46,7 +46,7 @@ def change_config(folder: Path, **changes) -> None:
 
 
 def change_tensors(folder: Path, change) -> None:
-    """change(tensors) edits the dict in place."""
+    """Rewrite the tensors: change(tensors) edits the dict in place."""
     path = folder / "model.safetensors"
     tensors = load_file(path)
     change(tensors)
@@ -54,7 +54,7 @@ def change_tensors(folder: Path, change) -> None:
 
 
 def with_meanings(model, meanings: dict[str, Tensor]):
-    """The dense transformers model with the weights that a quantized folder means."""
+    """Return the dense transformers model with the weights that a quantized folder means."""
     with torch.no_grad():
         for name, module in model.named_modules():
             if name in meanings:
@@ -63,7 +63,7 @@ def with_meanings(model, meanings: dict[str, Tensor]):
 
 
 def rounded(weight: Tensor, bits: int, group_of: np.ndarray, sym: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """u [out, in] in 0 .. 2 ** bits - 1, zeros [out, groups], fp16 scales [out, groups], groups by input."""
+    """Return u [out, in] in 0 .. 2 ** bits - 1, zeros [out, groups], fp16 scales [out, groups], groups by input."""
     w, top = weight.numpy(), 2**bits - 1
     num_groups = int(group_of.max()) + 1
     zeros = np.full((w.shape[0], num_groups), 2 ** (bits - 1))
@@ -87,7 +87,7 @@ def meaning(u: np.ndarray, zeros: np.ndarray, scales: np.ndarray, group_of: np.n
 
 
 def words(values: np.ndarray, bits: int) -> np.ndarray:
-    """Unsigned values [n, m] packed along the first axis into int32 [n * bits / 32, m], low bits first."""
+    """Return unsigned values [n, m] packed along the first axis into int32 [n * bits / 32, m], low bits first."""
     per_word = 32 // bits
     packed = np.zeros((values.shape[0] // per_word, values.shape[1]), np.uint32)
     for row in range(values.shape[0]):
@@ -98,7 +98,7 @@ def words(values: np.ndarray, bits: int) -> np.ndarray:
 def write_gptq(
     folder: Path, bits=4, group=32, sym=True, act_order=False, version="gptq", skip=(), head=False, **config
 ) -> dict[str, Tensor]:
-    """AutoGPTQ's qlinear pack: version 1 subtracts one from the zero points before it packs them."""
+    """Write as AutoGPTQ's qlinear pack: version 1 subtracts one from the zero points before it packs them."""
 
     def write(weight: Tensor):
         in_features = weight.shape[1]
@@ -120,7 +120,7 @@ def write_gptq(
 
 
 def write_awq(folder: Path, group=32, sym=False, skip=(), **config) -> dict[str, Tensor]:
-    """AutoAWQ's WQLinear_GEMM.from_linear: eight outputs a word in the order 0 2 4 6 1 3 5 7."""
+    """Write as AutoAWQ's WQLinear_GEMM.from_linear: eight outputs a word in the order 0 2 4 6 1 3 5 7."""
     order = [0, 2, 4, 6, 1, 3, 5, 7]
 
     def pack(values: np.ndarray) -> Tensor:
@@ -141,7 +141,7 @@ def write_awq(folder: Path, group=32, sym=False, skip=(), **config) -> dict[str,
 
 
 def write_fp8(folder: Path, spread="block", block=(128, 128), static=False, skip=(), **config) -> dict[str, Tensor]:
-    """spread: tensor, row or block; DeepSeek's name of the scale for blocks, AutoFP8's for the others."""
+    """Write fp8. spread: tensor, row or block; DeepSeek's name of the scale for blocks, AutoFP8's for the others."""
 
     def write(weight: Tensor):
         rows, columns = weight.shape

@@ -16,7 +16,7 @@ def int_weight(
     num_outliers: int = 0,
     scale_dtype: torch.dtype = torch.float16,
 ) -> IntWeight:
-    """shape (out, in); group 0: one scale a row."""
+    """Return a random weight. shape (out, in); group 0: one scale a row."""
     num_out, num_in = shape
     group = group or num_in
     bound = 1 << (bits - 1)
@@ -34,7 +34,7 @@ def int_weight(
 
 
 def fp8_weight(shape: tuple[int, int], block: tuple[int, int] | None = None, activations: str = "none") -> Fp8Weight:
-    """shape (out, in); block None: one scale for all."""
+    """Return a random weight. shape (out, in); block None: one scale for all."""
     num_out, num_in = shape
     counts = (1, 1) if block is None else (-(-num_out // block[0]), -(-num_in // block[1]))
     values = (torch.randn(shape) / 0.02).clamp(-448, 448).to(torch.float8_e4m3fn)
@@ -67,6 +67,6 @@ FORMS = {
 
 
 def reference(weight: Weight, x: Tensor, bias: Tensor | None = None) -> Tensor:
-    """fp64, by dequantization."""
+    """Compute in fp64, by dequantization."""
     y = x.double() @ weight.dequantize().double().t()
     return y if bias is None else y + bias.double()

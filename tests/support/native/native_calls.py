@@ -46,8 +46,8 @@ class Recorder(build.NativeLibrary):
 
 
 def record(work) -> list[bytes]:
-    """The calls that `work()` makes, in a process that has not loaded the library before; those of several steps end by
-    their number, not by the time, which an emulator takes more of."""
+    """Return the calls that `work()` makes, in a process that has not loaded the library before; those of several steps
+    end by their number, not by the time, which an emulator takes more of."""
     from baton.engine.execute import multi_step
 
     build.NativeLibrary, multi_step.BUDGET_NS = Recorder, 1 << 60
@@ -99,7 +99,7 @@ def _regions() -> Iterator[tuple[int, int, bool]]:
 
 
 def _packed(name: str, values: list[int], argtypes, reached, before: list[bytes]) -> bytes:
-    """A call with the addresses of its regions, and all that points to them, moved."""
+    """Return a call with the addresses of its regions, and all that points to them, moved."""
     places, place = [], FIRST_ADDRESS
     for start, size, _ in reached:
         places.append(place + start % ALIGNMENT)

@@ -39,7 +39,7 @@ def collectives_of(degree: int, whole_experts: bool = False, fast: bool = False)
 
 @contextmanager
 def distributed_of(degree: int, fast: bool = False) -> Iterator[list[DistributedCollectives]]:
-    """The ends of so many ranks, joined by gloo, until the end."""
+    """Yield the ends of so many ranks, joined by gloo, until the end."""
     memory, store = memoryview(mmap.mmap(-1, num_bytes_for(degree))), distributed.HashStore()
     ends = [DistributedCollectives(memory, Shard(rank, degree), store, CPU, fast) for rank in range(degree)]
     for end in ends:
@@ -102,7 +102,8 @@ def lose_last_rank(
 
 @contextmanager
 def ranked(config: EngineConfig, degree: int, whole: KVPool) -> Iterator[tuple[Model, KVPool]]:
-    """The model of the first rank and its view of the pool `whole`, which the other ranks write too, until the end."""
+    """Yield the model of the first rank and its view of the pool `whole`, which the other ranks write too, until the
+    end."""
     ends = collectives_of(degree, config.expert_parallel, config.all_reduce == "fast")
     models = [load_model(config, CPU, end) for end in ends]
     pools = [whole.part(end.shard.kv_heads(models[0].spec.num_kv_heads)) for end in ends]
@@ -126,7 +127,7 @@ def ranked(config: EngineConfig, degree: int, whole: KVPool) -> Iterator[tuple[M
 
 @contextmanager
 def staged(config: EngineConfig, num_stages: int, whole: KVPool) -> Iterator[Model]:
-    """The model of the first of so many stages, which write the pool `whole` together, until the end."""
+    """Yield the model of the first of so many stages, which write the pool `whole` together, until the end."""
     spec, dtype = read_spec(config.model), DTYPES[config.dtype]
     first, *others = cut_layers(spec, num_stages)
     rows = torch.zeros(num_stages * config.max_num_batched_tokens, spec.hidden_size, dtype=dtype)

@@ -17,12 +17,12 @@ OPTIONS = {
 
 
 def compiled() -> Path:
-    """Builds the library, in a process that does not load it."""
+    """Build the library, in a process that does not load it."""
     return build.built(compiler.find(), tier.available()[-1])
 
 
 def preloaded() -> str:
-    """The sanitizers' libraries of the compiler, for LD_PRELOAD; empty where it has none."""
+    """Return the sanitizers' libraries of the compiler, for LD_PRELOAD; empty where it has none."""
     names = [_output("-print-file-name=" + name) for name in ("libasan.so", "libubsan.so")]
     return ":".join(names) if all(map(os.path.isabs, names)) else ""
 

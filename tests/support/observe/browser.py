@@ -68,7 +68,7 @@ class Browser:
         return value
 
     def press(self, key: str) -> None:
-        """Tab or Enter, where the focus is."""
+        """Press Tab or Enter, where the focus is."""
         code = {"Tab": 9, "Enter": 13}[key]
         named = {"key": key, "code": key, "windowsVirtualKeyCode": code, **({"text": "\r"} if key == "Enter" else {})}
         self._call("Input.dispatchKeyEvent", type="keyDown", **named)

@@ -32,7 +32,7 @@ class Metric(NamedTuple):
 
 
 def metrics() -> list[Metric]:
-    """All of both rooms, in the order of the code; one that both have is there twice."""
+    """Return all of both rooms, in the order of the code; one that both have is there twice."""
     own = [
         metric for path in METERS for metric in _metrics_of(path, "gateway" if path.startswith("gateway") else "worker")
     ]
@@ -54,7 +54,7 @@ def _called(node: ast.Call) -> str:
 
 
 def constants(*paths: str) -> set[str]:
-    """All strings of these files, docstrings aside; of f-strings what comes before the first value, and `*`."""
+    """Return all strings of these files, docstrings aside; of f-strings what comes before the first value, and `*`."""
     found = set()
     for path in paths:
         tree = ast.parse((ROOT / path).read_text())
@@ -68,14 +68,14 @@ def constants(*paths: str) -> set[str]:
 
 
 def attributes() -> set[str]:
-    """Names of span and event attributes."""
+    """Return names of span and event attributes."""
     found = {name for name in constants(*SPANS) if re.fullmatch(r"(gen_ai|baton|error|rpc)\.[a-z_.]+\*?", name)}
     found.remove("gen_ai.request.*")
     return found | {f"gen_ai.request.{name}" for name, param in SAMPLING_PARAMS.items() if param.in_traces}
 
 
 def span_names() -> set[str]:
-    """Names that are written out; the root's is made of operation and model."""
+    """Return names that are written out; the root's is made of operation and model."""
     found = set()
     for path in SPANS[:2]:
         for node in ast.walk(ast.parse((ROOT / path).read_text())):

@@ -97,14 +97,14 @@ class Receiver(trace_service_pb2_grpc.TraceServiceServicer):
         return trace_service_pb2.ExportTraceServiceResponse()
 
     def wait_for(self, enough: Callable[[list[Span]], bool], timeout_s: float = 10) -> list[Span]:
-        """All spans, once `enough` says so. Fails naming what has arrived."""
+        """Return all spans, once `enough` says so. Fails naming what has arrived."""
         with self._arrived:
             if not self._arrived.wait_for(lambda: enough(self.spans), patience(timeout_s)):
                 raise AssertionError(f"spans after {timeout_s} s: {[span.name for span in self.spans]}")
             return list(self.spans)
 
     def trace(self, trace_id: str) -> list[Span]:
-        """The spans of one trace that have arrived, by start."""
+        """Return the spans of one trace that have arrived, by start."""
         with self._arrived:
             return sorted((span for span in self.spans if span.trace_id == trace_id), key=lambda span: span.start_ns)
 

@@ -27,7 +27,7 @@ class Traced:
         self.metadata = (("traceparent", f"00-{self.trace_id}-{self.span_id}-01"),)
 
     def whole(self, *names: str) -> dict[str, Span]:
-        """Waits for the root and for spans of these names, then for stragglers' time; checks that it is one tree."""
+        """Wait for the root and for spans of these names, then for stragglers' time; check that it is one tree."""
         wanted = {"root", *names}
         self.receiver.wait_for(lambda _: wanted <= self._by_name().keys(), timeout_s=10)
         found = self._by_name()
@@ -45,6 +45,6 @@ class Traced:
         return found
 
     def _by_name(self) -> dict[str, Span]:
-        """The root, the one below the client's own span, goes by "root"."""
+        """Return spans by name; the root, which is below the client's own span, goes by "root"."""
         spans = self.receiver.trace(self.trace_id)
         return {"root" if span.parent_id == self.span_id else span.name: span for span in spans}

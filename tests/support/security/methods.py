@@ -11,7 +11,7 @@ FILES = (inference_pb2, fleet_pb2, worker_pb2, kv_pb2, health_pb2, reflection_pb
 
 
 def methods() -> dict[str, object]:
-    """Every method that any of our processes can serve, by its path; None: it has no descriptor."""
+    """Return every method that any of our processes can serve, by its path; None: it has no descriptor."""
     found = {f"/{grpc_stream.SERVICE}/{grpc_stream.METHOD}": None, ranks.PATH: None}
     for file in FILES:
         for service in file.DESCRIPTOR.services_by_name.values():

@@ -150,7 +150,7 @@ class LegMachineHarness:
         self.other = FakeOutbox()  # of another session
 
     def leg(self, key: Key):
-        """By the name that it began with."""
+        """Return a leg by the name that it began with."""
         return self.dispatcher.legs.of_engine(key)
 
     def dispatch(self, outbox=None, **command):
@@ -160,7 +160,7 @@ class LegMachineHarness:
         self.dispatcher.on_outputs([RequestEnded(key, error, message)])
 
     def come_home(self, key: Key):
-        """Everything that is still out for the key comes back, as it would in time."""
+        """Let everything that is still out for the key come back, as it would in time."""
         if key in self.intake.running:
             self.intake.end(key, Status(1, "CANCELLED"))
         self.handoff.end(key)

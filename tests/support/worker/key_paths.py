@@ -57,7 +57,7 @@ _COMMANDS = {
 
 
 def make_happen(harness: LegMachineHarness, event: LegEvent) -> None:
-    """In the way in which the event does happen."""
+    """Let the event happen in the way in which it does."""
     leg, dispatcher, intake = harness.leg(KEY), harness.dispatcher, harness.intake
     match event:
         case LegEvent.ATTACH:

@@ -27,7 +27,7 @@ BUDGET_MS = 30_000
 
 
 def run_bounded(main, timeout_s: float = 90):
-    """The result of `main()`; a test that hangs fails instead."""
+    """Return the result of `main()`; a test that hangs fails instead."""
     return asyncio.run(asyncio.wait_for(main(), timeout_s))
 
 
@@ -152,7 +152,7 @@ class TokenRow:
 
 
 def rows_of(message: pb.StepOutput):
-    """(request_id, TokenRow) of each row."""
+    """Return (request_id, TokenRow) of each row."""
     token_at = logprobs_at = 0
     for row in range(len(message.key_index)):
         count = message.num_ids[row]
@@ -273,7 +273,7 @@ class Pair:
 
 @asynccontextmanager
 async def run_worker(model: Path, role: str, **options):
-    """A worker in this process: real engine, real server."""
+    """Run a worker in this process: real engine, real server."""
     settings = make_settings(WorkerSettings, {"model": model, "num_blocks": 160, "threads": 1, **options})
     bound, memory = bind_server(settings), PoolMemory(settings.kv_mirror_gib)
     engine = load_engine(settings.engine, memory)
@@ -286,7 +286,8 @@ async def run_worker(model: Path, role: str, **options):
 
 @asynccontextmanager
 async def run_pair(model: Path, prefill=None, decode=None, **options):
-    """(Pair, prefill Worker, decode Worker); at the end both ledgers must be whole and nothing left in use."""
+    """Run two workers; yields (Pair, prefill Worker, decode Worker); at the end both ledgers must be whole and
+    nothing left in use."""
     async with (
         run_worker(model, "prefill", **options, **(prefill or {})) as p,
         run_worker(model, "decode", **options, **(decode or {})) as d,

@@ -11,7 +11,8 @@ CAPPED = dict(given_scale=0.35, softcap=3.0)  # of AttentionShape, as Gemma 2 ha
 
 
 def exact(q, k, v, kv_len, window, scale=None, softcap=None, sinks=None, chunked=False):
-    """fp64 attention of the last len(q) tokens of a sequence: q [Q, Hq, D]; k, v [Hkv, kv_len, D]; sinks [Hq]."""
+    """Return fp64 attention of the last len(q) tokens of a sequence: q [Q, Hq, D]; k, v [Hkv, kv_len, D]; sinks
+    [Hq]."""
     group = q.shape[1] // k.shape[0]
     k, v = (x.double().repeat_interleave(group, dim=0) for x in (k, v))
     scores = q.double().transpose(0, 1) @ k.transpose(1, 2) * (q.shape[2] ** -0.5 if scale is None else scale)
@@ -34,7 +35,7 @@ def one_step(
     shape: AttentionShape, lengths: list[tuple[int, int]], block_size: int = 16, form: str = "fp32", seed: int = 0,
     kind: str = "paged",
 ):  # fmt: skip
-    """A pool with sequences of (query_len, kv_len); everything that no sequence owns is NaN."""
+    """Return a pool with sequences of (query_len, kv_len); everything that no sequence owns is NaN."""
     torch.manual_seed(seed)
     group = KVGroup(kind, len(shape.windows), shape.num_kv_heads, shape.head_dim, form, block_size)
     num_blocks = sum(-(-kv_len // block_size) for _, kv_len in lengths) + 3
@@ -84,7 +85,7 @@ def attended(backend: Attention, pool: KVPool, batch: ForwardBatch, layer: int, 
 
 
 def assert_close_to_exact(backend: Attention, pool: KVPool, batch: ForwardBatch, q: torch.Tensor, atol: float):
-    """In every layer of the shape."""
+    """Check the output in every layer of the shape."""
     for layer, window in enumerate(backend.shape.windows):
         out = attended(backend, pool, batch, layer, q)
         for seq in batch.seqs:
