@@ -181,8 +181,7 @@ async def test_what_is_wrong_with_it_is_told(server):
             ),
         ):
             begin()
-            await until(lambda: a.down)
-            assert a.down == told
+            await until(lambda: a.down == told)
             end()
             await until(lambda: not a.down)
         client.config_set("requirepass", "right")
@@ -357,6 +356,7 @@ async def test_lookups_stay_off_for_as_long_as_they_cannot_succeed(is_slow, serv
             proxy.delay(0.015)  # there and back twice is more than the budget, and once is less
         else:
             server.client.acl_setuser("default", **rights, keys=["baton:*"])
+        caplog.clear()
         beats, try_lookups = [], a._try_lookups
 
         async def counted() -> None:
@@ -370,7 +370,7 @@ async def test_lookups_stay_off_for_as_long_as_they_cannot_succeed(is_slow, serv
             return len(beats) > 4
 
         await until(asked_for_some_beats)
-        assert a.down and caplog.text.count("lookups are") == 1
+        assert a.down and caplog.text.count("lookups are") <= 1
         proxy.delay(0.0)
         server.client.acl_setuser("default", **rights, keys=["*"])
         await finds(a, WORKER, 70, chain)
