@@ -1,10 +1,10 @@
 """Everything that needs a GPU, in order: python bench/gpu_all.py FOLDER [--only JOB ...] [--quick].
 
 Run `baton doctor --gpu` first; what it covers is not repeated here. Correctness comes first, then every part of
-bench/gpu.py, then the handoff. Each job is a process with a time limit (--limit-s), so a host that grants ten minutes
-at a time can run the jobs one by one. FOLDER gets JOB.txt, a job's output, and JOB.json, its rows. The exit status is
-the number of jobs that did not end with 0 (a bench that missed a goal ends with 1); without a CUDA device it is 2,
-after one line."""
+bench/gpu.py, then bench/forced.py. Each job is a process with a time limit (--limit-s), so a host that grants ten
+minutes at a time can run the jobs one by one. FOLDER gets JOB.txt, a job's output, and JOB.json, its rows. The exit
+status is the number of jobs that did not end with 0 (a bench that missed a goal ends with 1); without a CUDA device it
+is 2, after one line."""
 
 if not __package__:  # started by its path
     from lib.as_module import run
@@ -17,11 +17,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+from bench.gpu import PARTS
 from bench.lib import gpu_limits
 
 ROOT = Path(__file__).resolve().parents[1]
 LIMIT_S = 560
-PARTS = ("decode", "batches", "kv", "prefill", "overhead", "hit", "exact", "interfere", "peers")
 TESTS = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "--basetemp")
 
 
@@ -42,7 +42,6 @@ def jobs(folder: Path, quick: bool) -> dict[str, list[str]]:
     for part in PARTS:
         found[part] = ["bench/gpu.py", "--only", part, "--json", f"{folder}/{part}.json", *short]
     found["forced"] = ["bench/forced.py", "--json", f"{folder}/forced.json", *short]
-    found["handoff"] = ["bench/handoff.py", "--json", f"{folder}/handoff.json", *short]
     return found
 
 

@@ -16,7 +16,7 @@ from bench.processes.gateway_client import PROMPT, Seen, closed_loop
 
 
 async def stream(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, body: dict, seen: Seen) -> None:
-    """Send one request, and read its answer to the end."""
+    """Send one request, and read its answer to the end. One that lacks tokens has failed."""
     data = json.dumps(body).encode()
     head = f"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: {len(data)}"
     begun = time.monotonic()
@@ -25,7 +25,7 @@ async def stream(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, bod
     if not answer.startswith(b"HTTP/1.1 200"):
         seen.failed.append(answer.split(b"\r\n")[0].decode())
         return
-    is_first = True
+    is_first, num_tokens = True, 0
     while size := int(await reader.readline(), 16):
         events = await reader.readexactly(size + 2)
         at = time.monotonic()
@@ -36,9 +36,12 @@ async def stream(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, bod
             if event.startswith(b"data: {"):
                 seen.num_messages += 1
                 ids = [token_id for each in json.loads(event[6:])["choices"] for token_id in each["token_ids"]]
-                seen.num_tokens += len(ids)
+                num_tokens += len(ids)
                 seen.arrivals.extend((token_id, at) for token_id in ids)
     await reader.readline()
+    seen.num_tokens += num_tokens
+    if num_tokens != body["max_tokens"]:
+        seen.failed.append(f"{num_tokens} of {body['max_tokens']} tokens came")
 
 
 async def main(target: str, number: str, seconds: str, output: str) -> None:
