@@ -8,6 +8,7 @@ import socket
 import time
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -69,7 +70,8 @@ class OpenRegions:
 
     def __init__(self, region: DeviceRegion):
         self._region = region
-        self._open: dict[tuple[Path, bytes], asyncio.Future[int]] = {}  # by socket and handle: the address here
+        self._threads = ThreadPoolExecutor(thread_name_prefix="cuda_ipc")
+        self._open: dict[tuple[Path, bytes], Future[int]] = {}  # by socket and handle: the address here
         self._users: Counter[tuple[Path, bytes]] = Counter()
         self._watching: asyncio.Task | None = None
 
@@ -81,15 +83,15 @@ class OpenRegions:
         if it cannot be opened or copies from it arrive wrong."""
         key = (source, mapping.access)
         if key not in self._open:
-            loop = asyncio.get_running_loop()
-            self._open[key] = loop.run_in_executor(None, self._map, mapping)
-            self._open[key].add_done_callback(lambda done: done.cancelled() or done.exception())  # mark as retrieved
+            self._open[key] = self._threads.submit(self._map, mapping)
         if self._watching is None or self._watching.done():
             self._watching = asyncio.create_task(self._watch(), name="sources of cuda_ipc")
         self._users[key] += 1
+        opening = asyncio.wrap_future(self._open[key])
+        opening.add_done_callback(lambda done: done.cancelled() or done.exception())  # mark as retrieved
         try:
             async with asyncio.timeout(OPEN_S):
-                return await asyncio.shield(self._open[key])
+                return await asyncio.shield(opening)
         except BaseException as error:
             self.leave(source, mapping.access)
             if isinstance(error, CudaError):  # two containers that share no PID or IPC namespace, for one
@@ -104,13 +106,14 @@ class OpenRegions:
         key = (source, handle)
         self._users[key] -= 1
         done = self._open[key]
-        if done.done() and (done.cancelled() or done.exception()) and not self._users[key]:
+        if done.done() and done.exception() and not self._users[key]:
             del self._open[key], self._users[key]
 
     def close(self) -> None:
-        """Close all allocations. No fetch may be under way."""
+        """Close all allocations. Waits for threads that open or close one. No fetch may be under way."""
         if self._watching is not None:
             self._watching.cancel()
+        self._threads.shutdown()
         for key in list(self._open):
             if address := self._taken(key):
                 self._region.runtime.close_handle(address)
@@ -140,7 +143,7 @@ class OpenRegions:
             await asyncio.sleep(WATCH_S)
             for key in [key for key in self._open if not self._users[key] and is_gone(key[0])]:
                 if address := self._taken(key):
-                    await asyncio.get_running_loop().run_in_executor(None, self._unmap, address)
+                    await asyncio.get_running_loop().run_in_executor(self._threads, self._unmap, address)
 
     def _unmap(self, address: int) -> None:
         try:
@@ -156,7 +159,7 @@ class OpenRegions:
             return 0
         del self._open[key]
         self._users.pop(key, None)
-        return 0 if done.cancelled() or done.exception() else done.result()
+        return 0 if done.exception() else done.result()
 
 
 class Copier:

@@ -163,6 +163,31 @@ def test_a_pool_that_takes_too_long_to_open(tmp_path, monkeypatch):
     asyncio.run(main())
 
 
+def test_a_pool_that_is_being_opened_at_the_end_is_closed_too(tmp_path):
+    """The thread that opened it went on: it stayed open, and the GPU's memory that it writes into was freed."""
+
+    async def main():
+        pair = await Pair(tmp_path).open()
+        library, has_begun, may_open = pair.libraries[1], asyncio.Event(), threading.Event()
+        loop, open_handle = asyncio.get_running_loop(), library.cudaIpcOpenMemHandle
+
+        def held_back(*arguments) -> int:
+            loop.call_soon_threadsafe(has_begun.set)
+            may_open.wait()
+            return open_handle(*arguments)
+
+        library.cudaIpcOpenMemHandle = held_back
+        sharing = asyncio.create_task(pair.share())
+        await has_begun.wait()
+        sharing.cancel()
+        await asyncio.wait([sharing])
+        threading.Timer(0.1, may_open.set).start()
+        await pair.close()
+        assert library.num_opened == 1, "it was waited for"
+
+    asyncio.run(main())
+
+
 def test_cancelled_reads_have_passed_when_they_end(tmp_path):
     async def main():
         pair = await Pair(tmp_path, delay=30).open()
