@@ -133,7 +133,7 @@ class Gateway:
         )
         admin_port = await admin.start(settings.admin)
         self.http = self._open_http(admin_port)
-        await self._server.start()
+        await grpc_server.start(self._server)
         if not settings.decode_workers:
             log.info("no --decode-workers: waiting for workers that register %s", fields(at=fleet_port or port))
         self._ready_line = self._ready_text(port, fleet_port, admin_port)

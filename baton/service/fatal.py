@@ -1,6 +1,6 @@
-"""End the worker process after an error that it cannot recover from: no memory is left, the device is lost or hangs, a
-rank is lost. Its streams continue on other workers. An operation that was refused memory has done an unknown part of
-its work: fetches were seen to stop for good while the worker still reported that it served."""
+"""End the process after an error that it cannot recover from: no memory is left, the device is lost or hangs, a rank is
+lost, the gRPC server has failed. Its streams continue elsewhere. An operation that was refused memory has done an
+unknown part of its work: fetches were seen to stop for good while the worker still reported that it served."""
 
 import logging
 import os

@@ -24,17 +24,20 @@ def setup(role: str, level: str = "info") -> None:
         raise ValueError(f"unknown log level {level!r}; one of {', '.join(_LEVELS)}")
     handler = _Handler(sys.stderr)
     handler.setFormatter(_OneLine(os.environ.get(NAME_VARIABLE) or role))
+    handler.addFilter(_is_news)
     handler.addFilter(_OnceAMinute("opentelemetry"))  # it repeats every few seconds that a collector cannot be reached
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(level.upper())
-    logging.getLogger("grpc._cython.cygrpc").addFilter(_is_news)
 
 
 def _is_news(record: logging.LogRecord) -> bool:
-    """Return whether a record is worth logging. gRPC logs a traceback when a caller left just before its answer, which
-    is no error."""
-    return not record.getMessage().startswith("ExecuteBatchError raised in core")
+    """Return whether a record is worth logging. gRPC logs a traceback when a caller left just before its answer, and
+    for each path and value of metadata that is no UTF-8: with the value, which may be a key, and before the guard is
+    asked."""
+    said = record.getMessage()
+    is_a_path = said.startswith("Unexpected [UnicodeDecodeError]") and not said.isascii()
+    return not (said.startswith(("ExecuteBatchError raised in core", "Invalid encoding on b")) or is_a_path)
 
 
 def num_lost() -> int:

@@ -251,7 +251,7 @@ class Worker:
         exits.push_async_callback(server.stop, STOP_GRACE_S)
         exits.callback(self._health.shut_down)
         exits.push_async_callback(self._admin.stop)
-        await server.start()
+        await grpc_server.start(server)
         self._admin.readiness = self._readiness
         self._run("adapters", adapters.catch_up)
         if settings.gateways:

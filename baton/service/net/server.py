@@ -21,6 +21,7 @@ from grpc_reflection.v1alpha import reflection
 
 from baton.addresses import AddressError, split_address
 from baton.protocol import KEEPER_VARIABLE
+from baton.service.fatal import exit_at_once
 from baton.service.logs import fields
 
 MAX_MESSAGE_BYTES = 16 << 20  # between Baton's own processes: the ids of the longest prompt fit
@@ -97,6 +98,19 @@ def bind(server: grpc.aio.Server, address: str, credentials: grpc.ServerCredenti
     return port
 
 
+async def start(server: grpc.aio.Server) -> None:
+    """Start `server`. The process ends with status 1 if the server fails, so that its keeper starts it again: gRPC
+    closes the ports for good then, and the process looks well."""
+    await server.start()
+    ended = asyncio.create_task(server.wait_for_termination(), name="end of the gRPC server")
+    ended.add_done_callback(_exit_if_failed)
+
+
+def _exit_if_failed(ended: asyncio.Task[bool]) -> None:
+    if not ended.cancelled() and (error := ended.exception()) is not None:
+        exit_at_once(f"the gRPC server has failed, so this process ends: {error!r}")
+
+
 def listening_socket(address: str, backlog: int = 1) -> socket.socket:
     """Return a socket that listens on "host:port" (port 0: the system chooses). Raises AddressInUse or ListenError."""
     try:
@@ -152,10 +166,6 @@ class Health(health_pb2_grpc.HealthServicer):
         if status is None:
             await context.abort(grpc.StatusCode.NOT_FOUND, f"unknown service {request.service!r}")
         return health_pb2.HealthCheckResponse(status=status)
-
-    async def List(self, request, context) -> health_pb2.HealthListResponse:  # pyright: ignore[reportAttributeAccessIssue]
-        named = {service: health_pb2.HealthCheckResponse(status=status) for service, status in self._status.items()}
-        return health_pb2.HealthListResponse(statuses=named)  # pyright: ignore[reportAttributeAccessIssue]
 
     async def Watch(self, request, context) -> AsyncIterator[health_pb2.HealthCheckResponse]:
         reported = None

@@ -36,7 +36,6 @@ class _Kind(NamedTuple):
 _KINDS = {
     _WATCH: _Kind(16, SHORT_MESSAGE_S),
     "/grpc.health.v1.Health/Check": _Kind(256, SHORT_MESSAGE_S),
-    "/grpc.health.v1.Health/List": _Kind(16, SHORT_MESSAGE_S),
     "/baton.v1.Registration/Register": _Kind(256),
     "/baton.v1.Worker/Session": _Kind(256),  # a gateway has one
     "/baton.kv.Raw/Pull": _Kind(1024, SHORT_MESSAGE_S),  # each request whose KV moves has one

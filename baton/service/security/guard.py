@@ -61,7 +61,6 @@ METHODS: dict[str, frozenset[str]] = {
     "/baton.rank.Raw/Join": frozenset((RANK,)),
     "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo": _CLIENTS | _WORKERS | _FLEET,
     "/grpc.health.v1.Health/Check": ANYONE,
-    "/grpc.health.v1.Health/List": ANYONE,
     "/grpc.health.v1.Health/Watch": ANYONE,
 }
 
@@ -111,7 +110,7 @@ class Guard(grpc.aio.ServerInterceptor):
         try:
             if len(presented) > 1 or scheme.lower() != "bearer":
                 raise Unauthenticated("authorization must be one `Bearer KEY`")
-            return self._credentials.tenant(bearer.strip())
+            return self._credentials.tenant(bearer.strip(" "))
         except Unauthenticated:
             if allowed == ANYONE:
                 return None

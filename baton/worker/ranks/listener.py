@@ -114,7 +114,7 @@ class RankListener:
 
     async def start(self) -> None:
         """Let ranks join."""
-        await self._server.start()
+        await grpc_server.start(self._server)
 
     async def stop(self) -> None:
         """End the calls of all ranks."""

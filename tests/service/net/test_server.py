@@ -69,16 +69,6 @@ async def test_watch_streams_every_change():
     await server.stop(0)
 
 
-async def test_health_lists_all_services():
-    server, health, channel = await serve(Health)
-    health.set(SERVICE, True)
-    answer = await health_pb2_grpc.HealthStub(channel).List(health_pb2.HealthListRequest())
-    told = {service: each.status for service, each in answer.statuses.items()}
-    assert told == {"": health_pb2.HealthCheckResponse.NOT_SERVING, SERVICE: health_pb2.HealthCheckResponse.SERVING}
-    await channel.close()
-    await server.stop(0)
-
-
 async def test_health_checks_process_and_services():
     server, health, channel = await serve(Health)
     stub = health_pb2_grpc.HealthStub(channel)

@@ -23,7 +23,7 @@ class Abuse(NamedTuple):
     what: str
     opening: str = "whole"  # of TLS and of HTTP/2: none | half | garbage | whole
     calls: int = FEW  # of one connection
-    head: str = "whole"  # of a call: none | whole | endless | metadata | timeouts
+    head: str = "whole"  # of a call: none | whole | endless | metadata | no UTF-8 | timeouts
     message: str = "whole"  # none | empty | half | large half | slow | huge | bomb | garbage | crumbs | whole
     reads: bool = True
     ending: str = "held"  # held | cancelled (each call, at once) | closed (each connection, at once)
@@ -57,6 +57,8 @@ ABUSES = {
         Abuse("compressed bomb", "8 KiB that gzip makes 8 MiB of", message="bomb", not_in=(HTTP, HTTPS, FRAMES)),
         Abuse("garbage message", "a message of random bytes", message="garbage"),
         Abuse("metadata", "more entries, or longer ones, than allowed", head="metadata", not_in=(FRAMES,)),
+        Abuse("no UTF-8", "a path, and metadata, that are no UTF-8", head="no UTF-8", not_in=(HTTP, HTTPS, FRAMES),
+              answers=("UNKNOWN",)),  # what gRPC's library says of such a path
         Abuse("timeouts", "deadlines of 0, below 0, of 11,000 years, of letters", head="timeouts", not_in=(HTTP, HTTPS, FRAMES),
               answers=("INTERNAL",)),  # what gRPC's library says of a deadline that it cannot read
         Abuse("many streams", "calls, all on one connection", calls=ALL_ON_ONE),
@@ -125,7 +127,6 @@ INFERENCE = (
 )  # fmt: skip
 HEALTH = (
     Method("/grpc.health.v1.Health/Check", _HEALTH),
-    Method("/grpc.health.v1.Health/List"),
     Method("/grpc.health.v1.Health/Watch", _HEALTH),
 )
 REFLECTION = (

@@ -121,12 +121,15 @@ class Http2(Speaker):
         return Call(head, tuple(body))
 
     def _block(self, method: Method, number: int) -> bytes:
-        headers = [(":method", "POST"), (":scheme", "https"), (":path", method.path), (":authority", "localhost"),
+        headers: list[tuple[str, str | bytes]] = [(":method", "POST"), (":scheme", "https"), (":path", method.path), (":authority", "localhost"),
                    ("te", "trailers"), ("content-type", "application/grpc"), *self._metadata]  # fmt: skip
         if self._abuse.message == "bomb":
             headers.append(("grpc-encoding", "gzip"))
         if self._abuse.head == "timeouts":
             headers.append(("grpc-timeout", _TIMEOUTS[number % len(_TIMEOUTS)]))
+        if self._abuse.head == "no UTF-8":
+            headers.append(("x-word", b"\xff"))
+            headers[2] = (":path", b"/\xff" if number % 2 else method.path)
         if self._abuse.head == "metadata":
             many = [(f"x-{index}", "1") for index in range(70)]
             headers += (many, [("x-long", "x" * 12_000)], [*many[:30], ("x-long", "x" * 7000)])[number % 3]
@@ -286,7 +289,7 @@ def frame(kind: int, flags: int, stream: int, body: bytes) -> bytes:
     return len(body).to_bytes(3, "big") + bytes((kind, flags)) + stream.to_bytes(4, "big") + body
 
 
-def _block(headers: list[tuple[str, str]]) -> bytes:
+def _block(headers: Sequence[tuple[str, str | bytes]]) -> bytes:
     """Without a trace in the other side's table, so that it is the same on every stream."""
     return Encoder().encode([NeverIndexedHeaderTuple(*each) for each in headers], huffman=False)
 
