@@ -171,8 +171,8 @@ def names_gpu(words: str) -> bool:
 def check_weights(num_bytes: int, memory: Memory, utilization: float, quantization: str) -> None:
     """Raise ValueError if weights leave nothing of the GPU's share, naming quantizations that would fit.
 
-    `num_bytes`: of the weights' files. `quantization`: none, one at load time (a key of SMALLER), or auto for files
-    that are quantized already.
+    `num_bytes`: of the weights as the files have them, floats in the dtype of computing. `quantization`: none, one at
+    load time (a key of SMALLER), or auto for files that are quantized already.
     """
     share = int(memory.total * utilization)
     room = min(memory.free, share)

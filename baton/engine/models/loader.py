@@ -96,7 +96,8 @@ def load_model(
     )
     if device != CPU:
         quantization = "none" if source.name == DenseFormat.name else config.quantization
-        check_weights(source.file_bytes, Memory.of(device), memory_share(config), quantization)
+        num_bytes = _least_bytes(spec, shard, stage, None if quantization == "auto" else compute, source.file_bytes)
+        check_weights(num_bytes, Memory.of(device), memory_share(config), quantization)
         source, ropes = PlacedSource(source, device), [rope.to(device) for rope in ropes]
 
     def make(weight: Weight, bias: Tensor | None, leaves: int, partial: bool, num_outputs: int = 0) -> LinearKernel:
@@ -153,6 +154,23 @@ def model_identity(path: str | Path) -> ModelIdentity:
     if not config.is_file():
         raise ModelError(f"{config}: {why_not_itself(config) or 'no such file'}")
     return identity_of(config.read_bytes(), manifest.encode(), tokenizer.read_bytes() if tokenizer.is_file() else b"")
+
+
+def _least_bytes(
+    spec: ModelSpec, shard: Shard, stage: PipelineStage | None, dtype: torch.dtype | None, file_bytes: int
+) -> int:
+    """Return what the weights of one process on a GPU take at least: floats in `dtype`, before any are rounded; None:
+    as they are stored in quantized files of `file_bytes`. A rank has its part of the layers and of the head, and the
+    whole embedding."""
+    own = spec if stage is None else replace(spec, layers=tuple(spec.layers[index] for index in stage.layers))
+    table = spec.vocab_size * spec.hidden_size
+    head = 0 if spec.tied else table
+    num_weights = own.num_layer_weights() // shard.degree
+    if stage is None or stage.index == 0:
+        num_weights += table + head // shard.degree
+    if dtype is not None:
+        return num_weights * dtype.itemsize
+    return file_bytes * num_weights // (spec.num_layer_weights() + table + head)
 
 
 def _attention_shape(
