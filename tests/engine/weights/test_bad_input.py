@@ -167,6 +167,32 @@ def test_awq_that_scales_an_activation(tmp_path):
     assert_refused(tmp_path, "model.safetensors", told)
 
 
+@pytest.mark.parametrize(
+    "name",
+    ["model.layers.1.self_attn.q_norm.weight", "model.layers.2.input_layernorm.weight", f"{PROJECTION}.bias"],
+)
+def test_a_tensor_of_a_layer_that_the_config_does_not_describe(folder, name):
+    """It was served without, as if the tensor were not there."""
+    published.change_tensors(folder, lambda tensors: tensors.update({name: torch.full((64,), 0.5)}))
+    told = f"tensor {name} has no place in the model that config.json describes"
+    assert_refused(folder, "model.safetensors", told)
+
+
+def test_a_layer_more_than_the_config_has(folder):
+    published.change_config(folder, num_hidden_layers=1)
+    assert_refused(folder, "model.safetensors", "tensor model.layers.1.", "has no place in the model")
+
+
+def test_what_formats_store_beside_a_model_is_left(folder):
+    """Biases of zeros, as AutoGPTQ writes for linears without any; scales of KV; orders and old buffers; a vision encoder."""
+    names = ["self_attn.k_scale", "self_attn.kv_scale", "self_attn.rotary_emb.inv_freq", "self_attn.o_proj.g_idx"]
+    names += ["self_attn.o_proj.input_scale", "self_attn.v_proj.v_scale", "self_attn.o_proj.qzeros"]
+    more = {f"model.layers.0.{name}": torch.ones(1) for name in names}
+    more |= {f"{PROJECTION}.bias": torch.zeros(64), "vision_tower.layers.0.weight": torch.ones(1)}
+    published.change_tensors(folder, lambda tensors: tensors.update(more | tensors))
+    load_model(EngineConfig(folder))
+
+
 def test_a_config_without_the_tensors(tmp_path):
     quantized_folders.dense_folder(tmp_path)
     quantized_folders.change_config(tmp_path, quantization_config=dict(quant_method="gptq", bits=4, group_size=32))

@@ -36,11 +36,12 @@ class AWQFormat(Format):
         return f"{module}.qweight"
 
     def check_all_read(self, prefix: str, extra: tuple[str, ...] = ()) -> None:
-        """Raise ModelError if an activation below `prefix` has its own scales: without them the linear after it would
-        read other numbers than it was quantized for."""
+        """Raise ModelError as others do, and if an activation below `prefix` has its own scales: without them the linear
+        after it would read other numbers than it was quantized for."""
         for name in self.tensors.unread():
             if name.startswith(prefix) and name.endswith(OF_ACTIVATION):
                 raise self.wrong(name, "divides what an activation says (AutoAWQ), which is not supported")
+        super().check_all_read(prefix, extra)
 
     def quantized(self, module: str, out_features: int, in_features: int) -> IntWeight:
         """Read a module of 4-bit words, [out_features, in_features]. Raises ModelError if its tensors do not fit."""

@@ -22,6 +22,8 @@ _ROWS = 4096  # rows of a table compared at a time: a copy of the whole would no
 # Exceptions that a value of quantization_config raises if it has a wrong type or is not a valid expression.
 WRONG_CONFIG = (KeyError, re.error, *WRONG_VALUE)
 BUFFERS = ("rotary_emb.inv_freq",)  # of old folders; computed here instead
+BIAS = "bias"
+OF_MODULES = ("weight", "weight_packed", "_blocks", BIAS)  # ends of names of what a quantized model computes with
 
 
 class WeightSource(ABC):
@@ -135,11 +137,14 @@ class DenseFormat(WeightSource):
         return DenseWeight(self.tensors.expert(name, index, shape, inputs_first).to(self.dtype))
 
     def check_all_read(self, prefix: str, extra: tuple[str, ...] = ()) -> None:
-        left = [name for name in self.tensors.unread() if name.startswith(prefix) and not name.endswith(BUFFERS)]
-        left = [name for name in left if not name.startswith(extra)]
-        if left:
-            where = self.tensors.where(left[0])
-            raise ModelError(f"{where}: tensor {left[0]} has no place in the model that config.json describes")
+        unread = (name for name in self.tensors.unread() if name.startswith(prefix) and not name.startswith(extra))
+        if (left := next(filter(self.has_effect, unread), None)) is not None:
+            where = self.tensors.where(left)
+            raise ModelError(f"{where}: tensor {left} has no place in the model that config.json describes")
+
+    def has_effect(self, name: str) -> bool:
+        """Return whether the answers of a model that has this tensor depend on it."""
+        return not name.endswith(BUFFERS)
 
     def tied_head(self, embedding: Callable[[Tensor], Tensor], vocab_size: int, hidden_size: int) -> Weight:
         if (name := f"{HEAD}.weight") in self.tensors:
@@ -185,9 +190,10 @@ class Format(DenseFormat):
             raise self.wrong(self.marker(HEAD), f"is of a head of its own, {_UNTIE}")
         return super().tied_head(embedding, vocab_size, hidden_size)
 
-    def check_all_read(self, prefix: str, extra: tuple[str, ...] = ()) -> None:
-        """Accept tensors that are not read: formats store more than they need (zero points of symmetric weights,
-        orders)."""
+    def has_effect(self, name: str) -> bool:
+        """Return whether this is a weight, or a bias other than zero. Formats store more than they need: zero points of
+        symmetric weights, orders, scales of KV, and AutoGPTQ biases of zeros for linears that have none."""
+        return name.endswith(OF_MODULES) and not (name.endswith(BIAS) and not self.tensors.read(name).any())
 
     def is_quantized(self, module: str) -> bool:
         """Return whether the config lists the module as quantized. For the head, and for a module whose weight is a
