@@ -38,8 +38,7 @@ def page() -> str:
 def _newest() -> list[Path]:
     runs: dict[str, Path] = {}
     for path in sorted(RESULTS.glob("*.json"), key=lambda path: ("-quick-" not in path.name, path.stem[-10:])):
-        if "rows" in json.loads(path.read_text()):
-            runs[path.stem[:-11].removesuffix("-quick")] = path
+        runs[path.stem[:-11].removesuffix("-quick")] = path
     return [runs[name] for name in sorted(runs)]
 
 
@@ -47,12 +46,13 @@ def _section(path: Path) -> str:
     report = json.loads(path.read_text())
     rows, machine = report["rows"], report["machine"]
     judged = [row["met"] for row in rows if row["met"] is not None]
+    met = f"{sum(judged)} of {len(judged)} goals met" if judged else "no goals"
     shown = rows if len(rows) <= MAX_ROWS else [row for row in rows if row["goal"] or "A/A" in row["row"]]
     lines = [
         f"## {path.stem[:-11].removesuffix('-quick').removesuffix('-cpu')}",
         "",
         f"`{report['command']}`, {report['date']}, {_processor(machine)}, {machine['cores']} cores, "
-        f"torch {report['versions']['torch']}: {sum(judged)} of {len(judged)} goals met. "
+        f"torch {report['versions']['torch']}: {met}. "
         f"[{path.name}](../bench/results/{path.name})" + (f" has {len(rows)} rows." if shown is not rows else ""),
         "",
     ]

@@ -38,6 +38,12 @@ def test_the_newest_full_run_is_shown(results):
     assert "| more | 0.123 ms |  |  |  |  |  |" in page and "| quick |" not in page
 
 
+def test_a_run_without_goals_says_so(results):
+    results("x-cpu", "2026-01-03", row("measured", 1))
+    page = pages.page()
+    assert ": no goals. [" in page and "0 of 0" not in page
+
+
 def test_points_of_a_plan_are_a_table(results):
     rows = [row(f"small, 1:1: {what}, planned over measured", 9.0, 10.0) for what in ("TTFT", "TPOT")]
     results("plan-cpu", "2026-01-03", *rows)
