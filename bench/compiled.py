@@ -17,7 +17,7 @@ from torch import Tensor
 from baton.engine.layers.linear import choose
 from baton.engine.weights.forms import DenseWeight, IntWeight, Weight
 from bench.lib import limits
-from bench.lib.report import Report, finish, start
+from bench.lib.report import Report, finish, interleave, start
 
 NUM_OUT, NUM_IN, GROUP = 32768, 4096, 32  # larger than any cache, at 4 bits too
 NUM_THREADS = 2
@@ -36,15 +36,19 @@ def int4(values: Tensor, scales: Tensor, x: Tensor) -> Tensor:
     return (sums.sum(2) * scales).sum(1)
 
 
-def row(report: Report, name: str, weight: Weight, function: Callable[..., Tensor], *tensors: Tensor) -> None:
-    """Add a row in GB/s of the bytes that our weight holds; `function` of `tensors` and the vector computes the
-    same."""
+def compare(
+    report: Report, num_rounds: int, name: str, weight: Weight, function: Callable[..., Tensor], *tensors: Tensor
+) -> None:
+    """Add rows in GB/s of the bytes that our weight holds; `function` of `tensors` and the vector computes the same."""
     make, _ = choose("auto", True, torch.bfloat16)
     ours, x = make(weight, None), torch.randn(NUM_IN).bfloat16()
     compiled = torch.compile(function)
-    found, own = (limits.best_seconds(run) for run in (lambda: compiled(*tensors, x), lambda: ours(x.unsqueeze(0))))
-    read = ours.num_bytes / 1e9
-    report.add(f"{name}, matrix times vector: torch.compile over ours", read / found, "GB/s", against=read / own)
+    arms = {"compiled": lambda: compiled(*tensors, x)} | dict.fromkeys(("ours", "A/A"), lambda: ours(x.unsqueeze(0)))
+    seconds = interleave({arm: lambda run=run: limits.best_seconds(run, 1) for arm, run in arms.items()}, num_rounds)
+    rates = {arm: ours.num_bytes / 1e9 / min(each) for arm, each in seconds.items()}
+    row = f"{name}, matrix times vector"
+    report.add(f"{row}: torch.compile over ours", rates["compiled"], "GB/s", against=rates["ours"])
+    report.add(f"{row}: A/A, ours over ours", rates["A/A"], "GB/s", against=rates["ours"])
 
 
 def main() -> int:
@@ -52,10 +56,11 @@ def main() -> int:
     torch.set_num_threads(NUM_THREADS)
     num_out = NUM_OUT // 4 if arguments.quick else NUM_OUT
     dense = torch.randn(num_out, NUM_IN, dtype=torch.bfloat16)
-    row(report, "bf16", DenseWeight(dense), bf16, dense)
+    num_rounds = 3 if arguments.quick else 9
+    compare(report, num_rounds, "bf16", DenseWeight(dense), bf16, dense)
     packed = torch.randint(0, 256, (num_out, NUM_IN // 2), dtype=torch.uint8)
     scales = torch.rand(num_out, NUM_IN // GROUP).half().float()
-    row(report, "int4-g32", IntWeight(4, packed, scales, GROUP), int4, packed, scales)
+    compare(report, num_rounds, "int4-g32", IntWeight(4, packed, scales, GROUP), int4, packed, scales)
     return finish(arguments, report)
 
 

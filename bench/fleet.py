@@ -10,17 +10,15 @@ if not __package__:  # started by its path
 
     run()
 
-import argparse
 import sys
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 from baton.loadgen.trace import TraceEntry, read_trace
 from baton.planning.scaling.scaler import Scaler, ScalerBounds
 from baton.service.slo import Slo
 from bench.lib.report import Report, finish, start
-from bench.routing import SLO, TRACE, WORKERS_A_TRACE, busy
+from bench.routing import SLO, TRACE, TRACE_OPTION, WORKERS_A_TRACE, busy
 from bench.simulation.autoscaling import Autoscaling
 from bench.simulation.drawn_load import drawn_load
 from bench.simulation.fleet import Machine, copies
@@ -119,15 +117,10 @@ def _turns(sizes: Sequence[int]) -> int:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(add_help=False)
-    parser.add_argument("--trace", type=Path, default=TRACE)
-    chosen, rest = parser.parse_known_args()
-    sys.argv[1:] = rest
-    arguments, report = start(
-        "fleet", "A fleet of 1,000 workers and 100 gateways, and what happens to it; --trace FILE."
-    )
-    trace = busy(read_trace(chosen.trace))
-    if chosen.trace != TRACE:
+    description = "A fleet of 1,000 workers and 100 gateways, and what happens to it."
+    arguments, report = start("fleet", description, options=TRACE_OPTION)
+    trace = busy(read_trace(arguments.trace))
+    if arguments.trace != TRACE:
         report.command += f" --trace FILE ({len(trace):,} requests)"
     sizes = (64, 8) if arguments.quick else (1000, 100)
     entries = copies(trace[:400], sizes[0] // WORKERS_A_TRACE)

@@ -12,7 +12,6 @@ if not __package__:  # started by its path
 
     run()
 
-import argparse
 import asyncio
 import itertools
 import json
@@ -45,6 +44,7 @@ from baton.planning.devices import CACHES_READ, Device, this_cpu
 from baton.planning.efficiency import Efficiencies, HostCosts, Point
 from baton.planning.step_time import Roofs, StepTimes
 from bench.lib import sending
+from bench.lib.cpu_time import cpu_s
 from bench.lib.large_model import write_large
 from bench.lib.report import finish, start
 from kvtransfer.layout import KVLayout
@@ -85,7 +85,7 @@ class Layers:
 
         def step() -> float:
             turn = self._next_turn()
-            return _cpu_s(lambda: self._models[turn].hidden(batches[turn], self._pool))
+            return _thread_s(lambda: self._models[turn].hidden(batches[turn], self._pool))
 
         return self._usual_s(step)
 
@@ -98,7 +98,7 @@ class Layers:
         def step() -> float:
             model = self._models[self._next_turn()]
             model.hidden(before, self._pool)
-            return _cpu_s(lambda: model.logits(rows))
+            return _thread_s(lambda: model.logits(rows))
 
         return self._usual_s(step)
 
@@ -154,7 +154,7 @@ class Layers:
         return statistics.median(step() for _ in range(self._num_rounds))
 
 
-def _cpu_s(action: Callable[[], object]) -> float:
+def _thread_s(action: Callable[[], object]) -> float:
     begun = time.thread_time()
     action()
     return time.thread_time() - begun
@@ -230,13 +230,13 @@ def _asked(stack: Stack, runner: asyncio.Runner, concurrency: int, num_rounds: i
 
     ask(1)
     processes = [psutil.Process(stack.gateways[0].pid), psutil.Process()]
-    before = sum(sum(process.cpu_times()[:2]) for process in processes)
+    before = sum(map(cpu_s, processes))
     outcomes = ask(num_rounds)
-    cpu_s = sum(sum(process.cpu_times()[:2]) for process in processes) - before
+    spent_s = sum(map(cpu_s, processes)) - before
     runner.run(sender.close())
     ttft_s = statistics.median(each.ttft_s for each in outcomes)
     tpot_s = statistics.median(each.tpot_s for each in outcomes)
-    return _Asked(ttft_s, tpot_s, cpu_s / (_OUTPUT * len(outcomes)))
+    return _Asked(ttft_s, tpot_s, spent_s / (_OUTPUT * len(outcomes)))
 
 
 def measure(
@@ -264,11 +264,8 @@ def measure(
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(add_help=False)
-    parser.add_argument("--out", type=Path)
-    chosen, rest = parser.parse_known_args()
-    sys.argv[1:] = rest
-    arguments, report = start("kernels", "Efficiencies of kernels, for `baton plan`; --out FILE writes them.")
+    out = dict(type=Path, metavar="FILE", help="write the efficiencies to FILE")
+    arguments, report = start("kernels", "Efficiencies of kernels, for `baton plan`.", options={"--out": out})
 
     def say(model: str, point: Point) -> None:
         name = f"{model}{' in the cache' if point.is_cached else ''}: {point.kind}, {point.rows:g} rows"
@@ -280,8 +277,8 @@ def main() -> int:
         known = measure(models, Path(name), 3 if arguments.quick else ROUNDS, say)
     for what, seconds in vars(known.host).items():
         report.add(f"host: {what}", 1e6 * seconds, "us")
-    if chosen.out is not None:
-        chosen.out.write_text(as_file(known))
+    if arguments.out is not None:
+        arguments.out.write_text(as_file(known))
     return finish(arguments, report)
 
 

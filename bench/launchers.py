@@ -25,6 +25,7 @@ import psutil
 from baton import client
 from baton.cli.launch.control import RemoteLauncher
 from baton.service.security.tls import GATEWAY_NAME
+from bench.lib.cpu_time import cpu_s
 from bench.lib.report import Report, finish, interleave, medians, start
 from tests.support.client import make_request
 from tests.support.launch.launchers import until
@@ -75,7 +76,7 @@ class Running(NamedTuple):
         access = self.made.access(key=API_KEY).for_client() | {"tls_server_name": GATEWAY_NAME}
         return client.AsyncClient(self.ready["grpc"], **access)
 
-    def cpu_s(self) -> float:
+    def all_cpu_s(self) -> float:
         """Return the CPU time of all its processes: those that `baton up` has started, and on a cluster the workers and
         their actors."""
         found = {self.process.pid, *(each.pid for each in psutil.Process(self.process.pid).children(recursive=True))}
@@ -83,7 +84,7 @@ class Running(NamedTuple):
             argv = each.info["cmdline"] or ()
             if "--gateways" in argv and argv[argv.index("--gateways") + 1] == self.ready["fleet"]:
                 found |= {each.pid, each.ppid()}
-        return sum(sum(psutil.Process(pid).cpu_times()[:2]) for pid in found)
+        return sum(cpu_s(psutil.Process(pid)) for pid in found)
 
 
 async def ask(asked: client.AsyncClient, max_tokens: int) -> tuple[int, float]:
@@ -122,9 +123,9 @@ def tokens(report: Report, bench: Bench, is_quick: bool) -> None:
         stacks = {arm: exits.enter_context(bench.up(arm)) for arm in ARMS}
 
         def us_of(running: Running) -> float:
-            before = running.cpu_s()
+            before = running.all_cpu_s()
             answers = asyncio.run(ask_many(running, number, max_tokens))
-            return 1e6 * (running.cpu_s() - before) / sum(num for num, _ in answers)
+            return 1e6 * (running.all_cpu_s() - before) / sum(num for num, _ in answers)
 
         for running in stacks.values():
             us_of(running)  # warm
@@ -143,7 +144,7 @@ def tokens(report: Report, bench: Bench, is_quick: bool) -> None:
 def ray_cpu_s() -> float:
     """Return the CPU time of the cluster's own processes: raylets, and the head's store."""
     kept = [each for each in psutil.process_iter(["name"]) if each.info["name"] in ("raylet", "gcs_server")]
-    return sum(sum(each.cpu_times()[:2]) for each in kept)
+    return sum(cpu_s(each) for each in kept)
 
 
 def node(report: Report, bench: Bench, is_quick: bool) -> None:

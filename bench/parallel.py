@@ -38,6 +38,7 @@ from baton.engine.parallel.collectives import Collectives, num_bytes_for
 from baton.engine.parallel.shard import Shard
 from baton.service.net.client import open_channel
 from baton.service.security.access import Access
+from bench.lib.cpu_time import cpu_s
 from bench.lib.large_model import write_large
 from bench.lib.report import Report, finish, interleave, medians, start
 from tests.support import bare_engine
@@ -77,17 +78,17 @@ class Arm:
         vocab_size = self.engine.spec.vocab_size
         prompts = [[self._rng.randrange(5, vocab_size) for _ in range(num_prompt)] for _ in range(batch_size)]
         requests = [bare_engine.bare_request(next(self._request_ids), ids, max_tokens=num_output) for ids in prompts]
-        begun, used = time.perf_counter(), self._cpu_s()
+        begun, used = time.perf_counter(), self._ranks_cpu_s()
         bare_engine.serve_alone(self.engine, requests)
         num_tokens = batch_size * (num_prompt + num_output)
-        return Speed(num_tokens / (time.perf_counter() - begun), 1e6 * (self._cpu_s() - used) / num_tokens)
+        return Speed(num_tokens / (time.perf_counter() - begun), 1e6 * (self._ranks_cpu_s() - used) / num_tokens)
 
     def close(self) -> None:
         if self.engine.ranks is not None:
             self.engine.ranks.close()
 
-    def _cpu_s(self) -> float:
-        return sum(sum(process.cpu_times()[:2]) for process in self._processes)
+    def _ranks_cpu_s(self) -> float:
+        return sum(map(cpu_s, self._processes))
 
 
 def compare_engines(report: Report, name: str, model: Path, num_rounds: int) -> None:
@@ -218,8 +219,8 @@ def compare_sums(report: Report, num_rounds: int) -> None:
     for num_tokens, num_sums in ((1, 200), (16, 200), (512, 50)):
         part = torch.randn(num_tokens, HIDDEN)
         rounded = part.bfloat16()
-        arms = {
-            "exact": lambda: _us(ends, num_sums, lambda end: end.sum(part, torch.bfloat16)),
+        arms = dict.fromkeys(("exact", "A/A"), lambda: _us(ends, num_sums, lambda end: end.sum(part, torch.bfloat16)))
+        arms |= {
             "fast": lambda: _us(ends, num_sums, lambda end: end.sum(rounded, torch.bfloat16)),
             "turn": lambda: _us(ends, num_sums, lambda end: end.gather(word, wanted=False)),
             "gloo": lambda: _us(groups, num_sums, lambda group: group.allreduce([rounded.clone()]).wait()),
@@ -230,6 +231,7 @@ def compare_sums(report: Report, num_rounds: int) -> None:
         report.add(f"{name} over a bare turn", found["exact"], "us", against=found["turn"], goal=goal)
         report.add(f"{name}, parts in bf16, over one in fp32", found["fast"], "us", against=found["exact"])
         report.add(f"{name} over gloo in bf16", found["exact"], "us", against=found["gloo"])
+        report.add(f"{name}: A/A", found["A/A"], "us", against=found["exact"])
 
 
 def _gloo() -> list:

@@ -12,7 +12,6 @@ if not __package__:  # started by its path
 
     run()
 
-import argparse
 import hashlib
 import math
 import random
@@ -25,7 +24,7 @@ from pathlib import Path
 from baton.loadgen.trace import TraceEntry, read_trace
 from baton.service.slo import Slo
 from baton.v1 import worker_pb2 as pb
-from bench.lib.report import Report, finish, start
+from bench.lib.report import Report, finish, nearest_rank, start
 from bench.simulation.fleet import Fleet, Machine, Request, copies, oracle_hits
 from gateway.config.settings import GatewaySettings
 from gateway.fleet.registry import Registry
@@ -37,6 +36,7 @@ from gateway.routing.routing import RoutingRequest
 
 ROOT = Path(__file__).resolve().parents[1]
 TRACE = ROOT / "bench" / "traces" / "conversation.jsonl"
+TRACE_OPTION = {"--trace": dict(type=Path, default=TRACE, metavar="FILE", help="replay this trace")}
 SIZES = (8, 64, 256, 1000)
 RATES = (0.25, 0.5, 1.0, 1.5, 2.0, 2.5, 3.0)
 SLO = Slo(ttft_s=5.0, tpot_s=0.1)  # prompts of these traces have 12,000 tokens and more
@@ -147,10 +147,10 @@ def regrets(report: Report, entries: Sequence[TraceEntry], num_workers: int, rat
     entries = scaled(entries, rate)
     taken = Fleet(num_workers, Machine(), "auto", SLO).run(entries)
     chosen = random.Random(0).sample(range(len(entries) // 10, len(entries)), num_decisions)
-    lost = sorted(_regret(taken, entries, num_workers, number) for number in chosen)
+    lost = [_regret(taken, entries, num_workers, number) for number in chosen]
     name = f"rate x {rate:g}: regret of a decision"
     report.add(f"{name}, mean", 100 * statistics.mean(lost), "%", goal="value <= 3")
-    report.add(f"{name}, p95", 100 * lost[math.ceil(0.95 * len(lost)) - 1], "%", goal="value <= 10")
+    report.add(f"{name}, p95", 100 * nearest_rank(lost, 95), "%", goal="value <= 10")
 
 
 def _regret(taken: Sequence[Request], entries: Sequence[TraceEntry], num_workers: int, number: int) -> float:
@@ -190,17 +190,16 @@ def costs(report: Report, num_requests: int) -> None:
                 index.apply(link.worker_id, pb.BlockEvents(snapshot=True, sealed=held))
         for i in range(num_requests):
             begun = time.perf_counter()
-            _ = registry.fleets[0].model.context
+            _ = registry.fleets[0].model.context  # as a gateway does before it routes
             registry.fleets[0].router.route(ask, _now(index.lookup(chains[i % len(chains)])))
             seconds.append(time.perf_counter() - begun)
         medians[num_workers] = 1e6 * statistics.median(seconds)
-        p99 = 1e6 * sorted(seconds)[int(0.99 * num_requests)]
         # Up to 32 workers all are examined, and from there on as many; what grows is how rarely each is in the
         # processor's cache. The goal: growth no faster than the logarithm.
         name, against = f"{num_workers} workers: cost of a decision", medians.get(64) if num_workers > 64 else None
         goal = f"ratio <= {math.log(num_workers) / math.log(64):.2f}" if against else ""
         report.add(f"{name}, p50", medians[num_workers], "us", against=against, goal=goal)
-        report.add(f"{name}, p99", p99, "us")
+        report.add(f"{name}, p99", 1e6 * nearest_rank(seconds, 99), "us")
 
 
 def _now(waited: Coroutine) -> Matches:
@@ -253,14 +252,10 @@ def fleet_of(report: Report, trace: Sequence[TraceEntry], num_workers: int, most
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(add_help=False)
-    parser.add_argument("--trace", type=Path, default=TRACE)
-    chosen, rest = parser.parse_known_args()
-    sys.argv[1:] = rest
-    arguments, report = start("routing", "Routing in a simulated fleet; --trace FILE replays another trace.", PARTS)
+    arguments, report = start("routing", "Routing in a simulated fleet.", PARTS, TRACE_OPTION)
     quick, parts = arguments.quick, arguments.only
-    trace = busy(read_trace(chosen.trace))
-    if chosen.trace != TRACE:
+    trace = busy(read_trace(arguments.trace))
+    if arguments.trace != TRACE:
         report.command += f" --trace FILE ({len(trace):,} requests)"
     if "costs" in parts:
         costs(report, 300 if quick else 3000)

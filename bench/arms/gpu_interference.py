@@ -6,13 +6,13 @@ multiprocessors."""
 
 import multiprocessing
 import os
-import statistics
 import time
 from dataclasses import dataclass
 
 import torch
 
 from bench.arms import gpu_arms
+from bench.lib.report import nearest_rank
 
 DECODE_BATCH, DECODE_CONTEXT = 32, 1024
 PREFILL_SHARE = 0.7  # of the multiprocessors, in the row with a share
@@ -44,22 +44,16 @@ def measure(quick: bool, sm_share: float | None = None) -> Interference:
         decode = gpu_arms.Ours(
             "bf16", torch.device("cuda"), max_num_seqs=DECODE_BATCH, context=DECODE_CONTEXT + num_steps + 256
         )
-        idle = _p99(decode.steps_s(DECODE_BATCH, DECODE_CONTEXT, num_steps))
+        idle = nearest_rank(decode.steps_s(DECODE_BATCH, DECODE_CONTEXT, num_steps), 99)
         ours.send(seconds)
         solo = ours.recv()
         ours.send(600.0)  # until it is asked to stop
-        loaded = _p99(decode.steps_s(DECODE_BATCH, DECODE_CONTEXT, num_steps))
+        loaded = nearest_rank(decode.steps_s(DECODE_BATCH, DECODE_CONTEXT, num_steps), 99)
         ours.send("stop")
         return Interference(idle, loaded, solo, ours.recv())
     finally:
         child.terminate()
         child.join()
-
-
-def _p99(seconds: list[float]) -> float:
-    """Return the 99th percentile as an exclusive quantile, unlike baton.loadgen.summary's, so that it is comparable
-    with the recorded results."""
-    return statistics.quantiles(seconds, n=100)[98]
 
 
 def _read_prompts(pipe, sm_share: float | None) -> None:

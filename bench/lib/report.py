@@ -11,9 +11,10 @@ import platform
 import statistics
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import TypeVar
 
 from baton.engine.core import cpu
@@ -108,9 +109,12 @@ class Report:
         path.write_text(json.dumps(report, indent=1) + "\n")
 
 
-def start(name: str, description: str, parts: Sequence[str] = ()) -> tuple[argparse.Namespace, Report]:
+def start(
+    name: str, description: str, parts: Sequence[str] = (), options: Mapping[str, dict] = MappingProxyType({})
+) -> tuple[argparse.Namespace, Report]:
     """Parse the command line that all benches share: `python bench/NAME.py [--quick] [--json FILE]`, and [--only PART
-    ...] if a bench has parts (arguments.only: those to run; FILE then keeps the rows of other parts).
+    ...] if a bench has parts (arguments.only: those to run; FILE then keeps the rows of other parts). `options`: a
+    bench's own, with the arguments of argparse's add_argument.
 
     After this a bench may end early only by an exception: Python calls no hook for sys.exit, and the rows would be
     lost."""
@@ -120,6 +124,8 @@ def start(name: str, description: str, parts: Sequence[str] = ()) -> tuple[argpa
     if parts:
         help_text = "these parts only: %(choices)s"
         parser.add_argument("--only", nargs="+", choices=parts, default=list(parts), metavar="PART", help=help_text)
+    for option, more in options.items():
+        parser.add_argument(option, **more)
     arguments = parser.parse_args()
     found = machine()
     print(
@@ -175,6 +181,11 @@ def percentile_ms(seconds: Sequence[float], percent: int) -> float:
     if not seconds:
         raise ValueError("nothing came while this was measured")
     return 1e3 * percentile(seconds, percent)
+
+
+def nearest_rank(values: Sequence[float], percent: int) -> float:
+    """Return the smallest value that `percent` of the values do not exceed: always one that was measured."""
+    return sorted(values)[max(0, -(-percent * len(values) // 100) - 1)]
 
 
 def machine() -> dict[str, str | int | float]:

@@ -98,15 +98,14 @@ def test_outcomes_of_what_was_sent_are_in_the_order_of_the_jobs(send):
     assert [each.index for each in outcomes] == [0, 1, 2, 3]
 
 
-def test_rows_become_lines(tmp_path):
+@pytest.mark.parametrize("points", [("p50", "p95", "p99"), ("p50", "max")], ids=" ".join)
+def test_rows_become_lines(tmp_path, points):
     def row(name, value, against=None, met=None):
         return {"row": name, "value": value, "ratio": value / against if against else None, "met": met}
 
     rows = [row("arrivals over naive throughput", 1.0, 2.0)]
     for name, factor in (("naive", 1), ("int8 KV alone", 2), ("all on", 4)):
-        rows += [
-            row(f"{name}: {what} {point}", 500 / factor) for what in ("TTFT", "TPOT") for point in ("p50", "p95", "p99")
-        ]
+        rows += [row(f"{name}: {what} {point}", 500 / factor) for what in ("TTFT", "TPOT") for point in points]
         rows += [row(f"{name}: throughput", 2.0 * factor, 2.0, met=True if factor == 4 else None)]
         rows += [row(f"{name}: goodput within ttft=1ms", 1.5), row(f"{name}: {ladder.SAME}", 1.0)]
         rows += [row(f"{name}: bits per byte, recorded", 1.31)]
@@ -116,5 +115,7 @@ def test_rows_become_lines(tmp_path):
     path.write_text(json.dumps({"command": "c", "date": "d", "machine": machine, "rows": rows}))
     lines = ladder.table(path).splitlines()
     first, alone = lines[:5], lines[-1]
-    assert first[-1].startswith("| all on | 8 (4x), met | 125 / 125 / 125 | 125 / 125 / 125 | 1.5 | 0.95, met | 100% |")
+    times = " / ".join(["125"] * len(points))
+    assert f"| TTFT {' / '.join(points)}, ms |" in first[0]
+    assert first[-1].startswith(f"| all on | 8 (4x), met | {times} | {times} | 1.5 | 0.95, met | 100% |")
     assert alone.startswith("| int8 KV alone | 4 (2x) | 250")

@@ -154,6 +154,19 @@ def test_the_processor_is_recorded():
     assert found["cpu"] == cpu.name() and found["tier"] in ("none", *(tier.name for tier in TIERS))
 
 
+def test_a_nearest_rank_is_a_measured_value():
+    values = [4.0, 1.0, 3.0, 2.0]
+    assert [report.nearest_rank(values, percent) for percent in (0, 25, 26, 50, 99, 100)] == [1, 1, 2, 2, 4, 4]
+    assert report.nearest_rank(range(1, 101), 99) == 99 and report.nearest_rank(range(1, 1001), 95) == 950
+
+
+def test_options_of_a_bench_are_in_its_help(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["x.py", "--help"])
+    with pytest.raises(SystemExit):
+        report.start("x", "", options={"--trace": dict(metavar="FILE", help="replay this trace")})
+    assert re.search(r"--trace FILE +replay this trace", capsys.readouterr().out)
+
+
 def test_percentiles_of_few():
     assert report.percentile_ms([0.002], 99) == report.percentile_ms([0.002], 50) == 2.0
     assert report.percentile_ms([0.001, 0.003], 50) == 2.0

@@ -1,13 +1,11 @@
 """The tables of docs/benchmarks.md from a recorded run of bench/ladder.py."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 SAME = "tokens as the naive server's"
-HEAD = (
-    "| rung | requests/s | TTFT p50 / p95 / p99, ms | TPOT p50 / p95 / p99, ms | goodput, requests/s | KV used over held "
-    "| tokens as naive | bits per byte |\n|---|---|---|---|---|---|---|---|"
-)
+POINTS = ("p50", "p95", "p99", "max")  # of which a run has some
 
 
 def table(path: Path) -> str:
@@ -23,15 +21,23 @@ def table(path: Path) -> str:
     if alone:  # the first technique alone is the first that is added
         rungs[f"+ {alone[0].removesuffix(' alone')}"] = rungs[alone[0]]
         added.insert(1, f"+ {alone[0].removesuffix(' alone')}")
-    lines = [HEAD, *(_line(name, rungs[name]) for name in added)]
+    points = [point for point in POINTS if f"TTFT {point}" in rungs[added[0]]]
+    lines = [_head(points), *(_line(name, rungs[name], points) for name in added)]
     if alone:
-        lines += ["", "Each alone on the naive server:", "", HEAD, *(_line(name, rungs[name]) for name in alone)]
+        lines += ["", "Each alone on the naive server:", "", _head(points)]
+        lines += [_line(name, rungs[name], points) for name in alone]
     return "\n".join(lines)
 
 
-def _line(name: str, rows: dict[str, dict]) -> str:
+def _head(points: Sequence[str]) -> str:
+    times = " / ".join(points)
+    columns = f"| rung | requests/s | TTFT {times}, ms | TPOT {times}, ms | goodput, requests/s | KV used over held "
+    return f"{columns}| tokens as naive | bits per byte |\n|---|---|---|---|---|---|---|---|"
+
+
+def _line(name: str, rows: dict[str, dict], points: Sequence[str]) -> str:
     def times(what: str) -> str:
-        values = (rows[f"{what} {point}"]["value"] for point in ("p50", "p95", "p99"))
+        values = (rows[f"{what} {point}"]["value"] for point in points)
         return " / ".join(f"{value:,.0f}" if value >= 100 else f"{value:.3g}" for value in values)
 
     throughput, kv = rows["throughput"], rows.get("KV used over held")
