@@ -4,7 +4,7 @@ import pytest
 
 from bench.arms import overload_abuse
 from bench.lib.report import Report
-from tests.support.abuse.ground import Ground
+from tests.support.abuse.attacked_stack import AttackedStack
 
 
 class Started(Exception):
@@ -12,9 +12,9 @@ class Started(Exception):
 
 
 def test_the_stack_of_the_abuses_is_set_up(tmp_path, monkeypatch):
-    def start(ground: Ground):
+    def start(ground: AttackedStack):
         raise Started
 
-    monkeypatch.setattr(Ground, "__enter__", start)
+    monkeypatch.setattr(AttackedStack, "__enter__", start)
     with pytest.raises(Started):
         overload_abuse.abuse(Report("python bench/overload.py", True), tmp_path, quick=True)

@@ -19,7 +19,7 @@ from baton.engine.models.registry import read_spec
 from baton.planning.devices import GPUS, Device
 from baton.planning.memory import held_weights, linear_shapes, plan_memory
 from kvtransfer.layout import KVLayout
-from tests.support.engine.folders import make_folder
+from tests.support.model_folders.families import make_folder
 from tests.support.native.ranks_in_threads import collectives_of
 from tests.support.process import ROOT
 

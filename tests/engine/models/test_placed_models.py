@@ -19,7 +19,7 @@ from baton.engine.parallel.collectives import num_bytes_for
 from baton.engine.parallel.distributed import DistributedCollectives, StageCollectives
 from baton.engine.parallel.shard import Shard
 from baton.engine.parallel.stage import PipelineStage, cut_layers
-from tests.support.model_folders import quantized_folders as published
+from tests.support.model_folders import quantized_folders
 from tests.support.model_folders.families import make_folder
 
 META = torch.device("meta")
@@ -80,7 +80,7 @@ def test_a_rank_or_a_stage_of_a_model_that_does_not_fit_on_one_gpu(tmp_path):
     load_beside(tmp_path, 2)
     for stage in cut_layers(read_spec(tmp_path), 2):
         load_beside(tmp_path, 2, stage)
-    published.write_fp8(tmp_path, spread="row")
+    quantized_folders.write_fp8(tmp_path, spread="row")
     with pytest.raises(ValueError, match="the model's weights take"):
         load_beside(tmp_path, 1)
     load_beside(tmp_path, 2)

@@ -12,12 +12,12 @@ from tests.support.process import ROOT
 
 BUILD = """
 import json
-from tests.support.engine import sanitized
+from tests.support.native import sanitized
 sanitized.compiled()
 print(json.dumps(sanitized.OPTIONS | {"LD_PRELOAD": sanitized.preloaded()}))
 """
 OVERRUN = """
-from tests.support.engine import sanitized
+from tests.support.native import sanitized
 import ctypes, numpy as np
 from baton.engine.native import build
 a, b = np.zeros(64, np.uint8), np.zeros(64, np.uint8)

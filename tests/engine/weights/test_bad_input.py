@@ -173,13 +173,13 @@ def test_awq_that_scales_an_activation(tmp_path):
 )
 def test_a_tensor_of_a_layer_that_the_config_does_not_describe(folder, name):
     """It was served without, as if the tensor were not there."""
-    published.change_tensors(folder, lambda tensors: tensors.update({name: torch.full((64,), 0.5)}))
+    quantized_folders.change_tensors(folder, lambda tensors: tensors.update({name: torch.full((64,), 0.5)}))
     told = f"tensor {name} has no place in the model that config.json describes"
     assert_refused(folder, "model.safetensors", told)
 
 
 def test_a_layer_more_than_the_config_has(folder):
-    published.change_config(folder, num_hidden_layers=1)
+    quantized_folders.change_config(folder, num_hidden_layers=1)
     assert_refused(folder, "model.safetensors", "tensor model.layers.1.", "has no place in the model")
 
 
@@ -189,7 +189,7 @@ def test_what_formats_store_beside_a_model_is_left(folder):
     names += ["self_attn.o_proj.input_scale", "self_attn.v_proj.v_scale", "self_attn.o_proj.qzeros"]
     more = {f"model.layers.0.{name}": torch.ones(1) for name in names}
     more |= {f"{PROJECTION}.bias": torch.zeros(64), "vision_tower.layers.0.weight": torch.ones(1)}
-    published.change_tensors(folder, lambda tensors: tensors.update(more | tensors))
+    quantized_folders.change_tensors(folder, lambda tensors: tensors.update(more | tensors))
     load_model(EngineConfig(folder))
 
 

@@ -16,7 +16,7 @@ from baton.service.net import server as grpc_server
 from baton.service.net.server import Health
 from baton.service.security.credentials import Credentials, new_key
 from baton.service.security.guard import Guard
-from tests.support.abuse.words import frame
+from tests.support.abuse.protocol_speakers import frame
 from tests.support.pace import patience
 
 OPENING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + frame(4, 0, 0, b"")
