@@ -100,9 +100,7 @@ class Pipeline:
                 request.note_output()
                 self._note_end(request.answer, record)
         finally:
-            # A prompt that brought no token costs the tenant nothing.
-            num_used = record.num_output_tokens and record.num_prompt_tokens + record.num_output_tokens
-            self.admission.leave(key_id, reservation, max(0, num_used - record.num_paid_tokens))
+            self.admission.leave(key_id, reservation, record.num_charged_tokens)
             if machine is not None:
                 machine.note_gone()
 

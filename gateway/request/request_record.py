@@ -65,7 +65,8 @@ class RequestRecord:
     decision: Decision | None = None
     source: str | None = None  # the worker from which the one that read the prompt pulled a prefix
     num_attempts: int = 0
-    num_paid_tokens: int = 0  # of prompt and answer, counted by an earlier stream whose sequence a worker still had
+    # Of the answer, counted by an earlier stream, as the prompt was; None: no worker had the sequence of one.
+    num_repeated_tokens: int | None = None
     num_attached: int = 0  # how often it continued a sequence whose stream was lost
     num_reused_tokens: int = 0  # by later attempts, from what other workers still held
     num_recomputed_tokens: int = 0
@@ -92,14 +93,23 @@ class RequestRecord:
     @property
     def tokens_by_kind(self) -> dict[str, int]:
         """The tokens of the prompt if it was read, how many of them were cached, and the tokens written. For an answer
-        that its client resumes, only new tokens count: the broken stream counted the others."""
-        num_before = sum(self.validated.resume_from) if self.validated else 0
-        was_read = not num_before and (self.num_output_tokens > 0 or self.stamps.first_sent is not None)
+        whose sequence a worker still had, only new tokens count: the broken stream counted the others."""
+        num_before, has_begun = (
+            self.num_repeated_tokens,
+            self.num_output_tokens > 0 or self.stamps.first_sent is not None,
+        )
+        was_read = has_begun and num_before is None
         return {
             "input": self.num_prompt_tokens or 0 if was_read else 0,
             "cached": self.num_cached_tokens if was_read else 0,
-            "output": max(0, self.num_output_tokens - num_before),
+            "output": max(0, self.num_output_tokens - (num_before or 0)),
         }
+
+    @property
+    def num_charged_tokens(self) -> int:
+        """The tokens of prompt and answer that the tenant pays for. A prompt that brought no token costs nothing."""
+        by_kind = self.tokens_by_kind
+        return by_kind["input"] + by_kind["output"]
 
     def note_attached(self) -> None:
         """Note that the request continues a sequence: it waited for neither credit nor prefill, and nothing of its
@@ -110,7 +120,11 @@ class RequestRecord:
         if stamps.routed is None:
             stamps.routed = stamps.granted = at
             self.num_cached_tokens = self.num_prompt_tokens
-            self.num_paid_tokens = self.num_prompt_tokens + sum(self.validated.resume_from)
+            self.num_repeated_tokens = 0
+
+    def note_repeated(self, choice: int, num_tokens: int) -> None:
+        """Note how many tokens of a choice a worker still had. What the client has beyond them is only its word."""
+        self.num_repeated_tokens += min(num_tokens, self.validated.resume_from[choice])
 
     def note_retry(self, worker: str, reason: str) -> None:
         """Note that a worker has refused the request."""

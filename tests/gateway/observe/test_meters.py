@@ -65,21 +65,21 @@ def test_an_answered_request_is_counted_as_its_timing_says(meters):
 
 
 @pytest.mark.parametrize(
-    "stamps, num_output, resume_from, expected",
+    "stamps, num_output, num_repeated, expected",
     [
-        ({}, 0, (), (0, 0, 0)),  # refused, or not come to a worker
-        ({}, 3, (), (12, 4, 3)),  # ended before its client got anything
-        (ANSWERED, 0, (), (12, 4, 0)),  # a prompt that is read alone
-        (ANSWERED, 5, (), (12, 4, 5)),
-        (ANSWERED, 5, (0,), (12, 4, 5)),
-        (ANSWERED, 5, (3,), (0, 0, 2)),  # the first 3, and the prompt, were counted with the stream that broke off
-        ({}, 0, (3,), (0, 0, 0)),
+        ({}, 0, None, (0, 0, 0)),  # refused, or not come to a worker
+        ({}, 3, None, (12, 4, 3)),  # ended before its client got anything
+        (ANSWERED, 0, None, (12, 4, 0)),  # a prompt that is read alone
+        (ANSWERED, 5, None, (12, 4, 5)),  # also of a client that resumes, where no worker had the sequence
+        (ANSWERED, 5, 0, (0, 0, 5)),
+        (ANSWERED, 5, 3, (0, 0, 2)),  # the first 3, and the prompt, were counted with the stream that broke off
+        ({}, 0, 3, (0, 0, 0)),
     ],
 )
-def test_tokens_are_those_that_were_read_and_written(meters, stamps, num_output, resume_from, expected):
+def test_tokens_are_those_that_were_read_and_written(meters, stamps, num_output, num_repeated, expected):
     ended, recent = record(**stamps), RecentRequests()
-    ended.num_output_tokens = num_output
-    request = make_request([1, 2], max_tokens=8, temperature=0.0, request_id="a", resume_from=resume_from)
+    ended.num_output_tokens, ended.num_repeated_tokens = num_output, num_repeated
+    request = make_request([1, 2], max_tokens=8, temperature=0.0, request_id="a", resume_from=(3,))
     ended.validated = validate(request, ServedModel("tiny", 1024, 400, frozenset((0,)), Defaults()))
     recent.began(ended)
     meters.ended(ended, Unavailable("gone", reason="DECODE_WORKER_LOST"))

@@ -105,14 +105,16 @@ async def test_an_answer_that_ends_early_costs_what_it_is(cluster, tmp_path):
         assert balance_of(c) == 400 - 304
 
 
-@pytest.mark.parametrize("is_parked, num_charged", [(True, 2 * 6 - (2 + 4)), (False, 300 + 2 * 6)])
-async def test_who_resumes_pays_for_what_is_computed_anew(cluster, tmp_path, is_parked, num_charged):
-    """Where a worker has the sequence yet, prompt and tokens up to there are paid for. It may be lost later on."""
+@pytest.mark.parametrize("num_parked, num_charged", [(5, 2 * 6 - (2 + 4)), (3, 2 * 6 - (2 + 3)), (0, 300 + 2 * 6)])
+async def test_who_resumes_pays_for_what_is_computed_anew(cluster, tmp_path, num_parked, num_charged):
+    """Where a worker has the sequence yet, prompt and tokens up to there are paid for; not more of them than it has,
+    whatever the client says. It may be lost later on."""
     text = "[default]\ntokens_per_s = 0.001\nburst_tokens = 1000\n"
     async with cluster(quotas=write_quotas(tmp_path, text)) as c:
         fields = {"request_id": "again", "seed": 1, "max_tokens": 6, "n": 2}
-        if is_parked:
+        if num_parked:
             c.park(prompt=PROMPT, **fields)
+            c.decode[0].num_parked_tokens = num_parked
         assert await generate(c, resume_from=[2, 4], **fields)
         await c.until(lambda: not c.pipeline.admission.key_ids)
         assert balance_of(c) == 1000 - num_charged

@@ -107,6 +107,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         self.failures: dict[str, list[tuple[int, str]]] = {}  # step -> (code, reason) of the next keys that end there
         self.held: set[tuple] = set()
         self.parked: dict[str, pb.RequestSpec] = {}  # by request id: sequences whose session was lost
+        self.num_parked_tokens = 0  # of each of their choices, at least; they are sent together
         self.commands: list[tuple[str, object]] = []
         self.spans: dict[bytes, None] = {}
         self._specs: dict[tuple, pb.RequestSpec] = {}
@@ -412,7 +413,14 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         self.held.add(key)
         self._specs[key] = self.parked.pop(key[0])
         session.send(granted=pb.Granted(key=message.key))
-        await self._decode(session, key, list(range(spec.sampling.n)), None, min(message.next_index))
+        choices, first = list(range(spec.sampling.n)), min(message.next_index)
+        if first < self.num_parked_tokens:
+            output = pb.StepOutput(keys=[key_to_proto(key)])
+            for choice in choices:
+                drawn = [self._draw(spec, choice, index)[0] for index in range(first, self.num_parked_tokens)]
+                _add_row(output, choice, first, drawn, 0, spec.sampling.HasField("logprobs"))
+            session.send(step_output=output)
+        await self._decode(session, key, choices, None, max(first, self.num_parked_tokens))
 
     async def _decode(self, session, key, choices: list[int], taking, index: int | None = None) -> None:
         if taking is not None:
@@ -429,7 +437,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
             output = pb.StepOutput(keys=[key_to_proto(key)])
             for choice in list(choices):
                 token_id, reason = self._draw(spec, choice, index)
-                _add_row(output, choice, index, token_id, reason, spec.sampling.HasField("logprobs"))
+                _add_row(output, choice, index, [token_id], reason, spec.sampling.HasField("logprobs"))
                 if reason:
                     choices.remove(choice)
             session.send(step_output=output)
@@ -456,16 +464,18 @@ class _Failed(Exception):
     """(code, reason) that the key ends with."""
 
 
-def _add_row(output: pb.StepOutput, choice: int, index: int, token_id: int, reason: int, has_logprobs: bool) -> None:
+def _add_row(
+    output: pb.StepOutput, choice: int, index: int, token_ids: Sequence[int], reason: int, has_logprobs: bool
+) -> None:
     output.key_index.append(0)
     output.choice.append(choice)
     output.first_index.append(index)
-    output.num_ids.append(1)
-    output.token_ids.append(token_id)
+    output.num_ids.append(len(token_ids))
+    output.token_ids.extend(token_ids)
     output.has_logprobs.append(has_logprobs)
     output.finish_reason.append(reason)
     if has_logprobs:
-        output.logprobs.append(_logprobs(token_id))
+        output.logprobs.extend(map(_logprobs, token_ids))
 
 
 def _logprobs(token_id: int) -> inference_pb2.Logprobs:
