@@ -18,6 +18,7 @@ from gateway.queue.queue_wait import QueueWait
 from gateway.queue.waiting_queue import WaitingQueues
 from gateway.request.request_record import RequestRecord
 from gateway.request.request_spec import SpecBuilder
+from gateway.request.request_state import RequestState
 
 
 class PreparedRequest(NamedTuple):
@@ -79,6 +80,12 @@ class RequestContext:
         self.lost: Occurrence[Lost] | None = None  # the loss for which `reattach` was begun; None: the client resumes
         self.specs = prepared.specs
         self._is_capacity_posted = False
+
+    @property
+    def is_prompt_taken(self) -> bool:
+        """Return whether a worker has accepted the prompt and reads it, or did so at the end."""
+        phase = self.record.phase
+        return phase is RequestState.FETCHING or (phase is RequestState.PREFILLING and self.attempt.prefill is None)
 
     def begin_attempt(self) -> None:
         """Begin the next attempt, which may ask every worker that has not failed."""

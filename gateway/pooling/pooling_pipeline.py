@@ -11,7 +11,7 @@ from baton.service.observe.telemetry import format_traceparent
 from baton.service.slo import Slo
 from gateway.attempts.retry_throttle import prompt_digest
 from gateway.config.served_model import ServedModel
-from gateway.orchestration.pipeline import Pipeline, features_of, path_to
+from gateway.orchestration.pipeline import CLIENT_ENDS, Pipeline, features_of, path_to
 from gateway.pooling.pooling_request import MAX_AT_ONCE, PooledPrompt, PoolingRequest, PromptParts, pool_all
 from gateway.queue.quotas import Reservation
 from gateway.queue.waiting_queue import QueuedRequest, rank
@@ -46,6 +46,9 @@ class PoolingPipeline:
             _note_waits(pooled, record, self._answers.loop_watch.delay)
             record.stamps.first_sent = record.stamps.last_sent = now()
             return [each.pooled for each in pooled]
+        except CLIENT_ENDS:
+            reservation.settle(sum(request.num_accepted_tokens for request in requests), now())
+            raise
         finally:
             admission.leave(first.key_id, reservation, sum(request.num_prefilled_tokens for request in requests))
 

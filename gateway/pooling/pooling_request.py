@@ -63,7 +63,8 @@ class PoolingRequest:
         self._queue_wait = QueueWait(queued, self._has_capacity.set, queued.max_wait_s)
         self._tried, self._limits = TriedWorkers(), FailureLimits(parts.throttle, digest)
         self._awaits_adapter = False  # whether the last refusal was for an adapter that is not loaded yet
-        self.num_prefilled_tokens = 0  # the prompt's tokens, once a worker has read it
+        # The prompt's tokens, once a worker has accepted it, and once one has read it.
+        self.num_accepted_tokens = self.num_prefilled_tokens = 0
         parts.throttle.begin(digest)
 
     async def run(self) -> PooledPrompt:
@@ -118,14 +119,14 @@ class PoolingRequest:
             if source is not leg:
                 continue  # an event of a worker that was asked before
             if isinstance(message, pb.Granted):
-                until = self._parts.deadline
+                until, self.num_accepted_tokens = self._parts.deadline, self._routing.num_tokens
                 self._queue_wait.leave(served=True)
                 self._queue_wait.note_running()
                 leg.link.recent_load.add(self._parts.router.prefill_s(self._routing.num_tokens), now())
             if isinstance(message, pb.Done) and self._is_whole(message):
                 self._queue_wait.leave(served=True)  # older workers send no Granted
                 leg.note_success()
-                self.num_prefilled_tokens = self._routing.num_tokens
+                self.num_accepted_tokens = self.num_prefilled_tokens = self._routing.num_tokens
                 return message
             if isinstance(message, pb.Refused):
                 self._note_refusal(leg, message)
@@ -166,7 +167,7 @@ class PoolingRequest:
 
         Returns only once it is known that lost workers are not coming back. Raises BatonError if no other worker may be
         asked."""
-        error = error_of(message, "prefill")
+        error, self.num_accepted_tokens = error_of(message, "prefill"), 0
         self._limits.note_death(message, leg.link, leg.worker_id)
         if error.code in FINAL_CODES:
             raise error

@@ -14,6 +14,8 @@ from gateway.fleet.router import Router
 from gateway.link import worker_session
 from gateway.link.worker_breaker import BreakerState
 from gateway.link.worker_link import LinkState
+from gateway.pooling import pooling_pipeline
+from gateway.pooling.pooling_request import PoolingRequest
 from gateway.request.bottlenecks import seconds_by_bottleneck
 from tests.gateway.calls import expect_refusal
 from tests.gateway.pooling.embed_calls import IDS, embed, embed_request, expected, vectors
@@ -285,6 +287,24 @@ async def test_a_tenant_pays_for_them(cluster, tmp_path):
         c.prefill[0].release("prefill")
         await call
         assert (await expect_refusal(embed(c, IDS[0]))).reason == "TENANT_TOKENS"
+
+
+@pytest.mark.parametrize("gate, num_charged", [("accept", 0), ("prefill", 73)])
+async def test_who_leaves_pays_for_what_workers_have_accepted(cluster, tmp_path, monkeypatch, gate, num_charged):
+    made, quotas = [], tmp_path / "quotas.toml"
+    monkeypatch.setattr(
+        pooling_pipeline, "PoolingRequest", lambda *given: made.append(PoolingRequest(*given)) or made[-1]
+    )
+    quotas.write_text("[default]\ntokens_per_s = 0.001\nburst_tokens = 1000\n")
+    async with cluster(quotas=quotas) as c:
+        c.prefill[0].hold(gate)
+        call = asyncio.create_task(embed(c, *IDS[:2]))
+        await c.until(lambda: len(c.prefill[0].kinds()) == 2)
+        await c.until(lambda: gate == "accept" or all(each.num_accepted_tokens for each in made))
+        call.cancel()
+        await c.until(lambda: not c.pipeline.admission.key_ids)
+        assert 1000 - round(c.gateway._quotas._buckets["default"].balance(now())) == num_charged
+        c.prefill[0].release(gate)
 
 
 async def test_without_a_prefill_worker_there_are_none(cluster):

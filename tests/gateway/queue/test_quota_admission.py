@@ -159,11 +159,11 @@ async def test_a_priority_needs_a_right(cluster, tmp_path):
         assert [await sent(c, priority) for priority in (7, 3, -7)] == [5, 3, -7]
 
 
-# How a request may end, and what it has used by then: its prompt and what was written, or nothing where that is
-# nothing.
+# How a request may end, and what it has used by then: its prompt, if a worker has read it or did so as the client left,
+# and what was written.
 ENDINGS = {
-    "answered": 310, "cancelled": 302, "cancelled in a fetch": 0, "deadline": 0, "too late": 0, "too long": 0,
-    "failed": 302, "superseded": 301 + 306,
+    "answered": 310, "cancelled": 302, "cancelled in a fetch": 300, "deadline": 300, "deadline at a worker's door": 0,
+    "too late": 0, "too long": 0, "failed": 302, "failed to read": 0, "superseded": 301 + 306,
 }  # fmt: skip
 
 
@@ -179,11 +179,17 @@ async def end(c, how: str) -> None:
         call.cancel()  # a task that is cancelled between two reads leaves its call as it is
         await c.until(lambda: c.gateway.handler.num_running == 0)
         release(c, gate)
-    elif how == "deadline":
-        hold(c, "prefill")
-        with pytest.raises(grpc.aio.AioRpcError):
-            await read(c.stub.Generate(make_request(PROMPT, max_tokens=6), timeout=0.3))
-        release(c, "prefill")
+    elif how.startswith("deadline"):
+        gate = "accept" if how.endswith("door") else "prefill"
+        hold(c, gate)
+        running = start(c)
+        await wait_for_gate(c, "accept" if gate == "accept" else "fetch")
+        (machine,) = c.pipeline.running.values()
+        machine.request.deadline = now()
+        machine.request.post_capacity()  # it looks at the time
+        with pytest.raises(grpc.aio.AioRpcError, match="DEADLINE_EXCEEDED"):
+            await running
+        release(c, gate)
     elif how == "too late":
         line, place = line_up(c, 5.0)
         assert (await expect_refusal(of_class(c, "standard"))).reason == "TTFT_BUDGET"
@@ -193,10 +199,11 @@ async def end(c, how: str) -> None:
         assert (
             await expect_refusal(generate(c, list(range(20, 320)) * 3, max_tokens=800))
         ).code.name == "INVALID_ARGUMENT"
-    elif how == "failed":
-        c.decode[0].failures["decode"] = [(13, "ENGINE_FAILED")] * 10
+    elif how.startswith("failed"):
+        worker, step = (c.prefill[0], "prefill") if how.endswith("read") else (c.decode[0], "decode")
+        worker.failures[step] = [(13, "ENGINE_FAILED")] * 10
         await expect_refusal(generate(c))
-        c.decode[0].failures.clear()
+        worker.failures.clear()
     elif how == "superseded":
         hold(c, "decode")
         fields = {"request_id": "again", "seed": 1, "max_tokens": 6}
