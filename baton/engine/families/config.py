@@ -1,8 +1,9 @@
 """Check the values of a config.json as they are asked for, and build the spec from them and from what a family adds."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from baton.engine.core.model_spec import PREDICTOR, LayerSpec, ModelSpec, NormSpec, RopeSpec
@@ -17,6 +18,7 @@ _ROPE_NUMBERS = (
     "factor", "attention_factor", "attn_factor", "beta_fast", "beta_slow", "low_freq_factor", "high_freq_factor",
     "mscale", "mscale_all_dim",
 )  # fmt: skip
+_ROPE_SWITCHES = ("mscale", "mscale_all_dim")  # of which 0 means none
 _ROPE_NEEDS = {
     "linear": ("factor",),
     "dynamic": ("factor",),
@@ -88,15 +90,18 @@ class Config:
         interleaved: bool = False,
         parameters: dict | None = None,
         head_dim: int | None = None,
+        renamed: Mapping[str, str] = MappingProxyType({}),
     ) -> RopeSpec:
         """Return the rope by `rope_parameters` (transformers 5) or `rope_scaling` beside `rope_theta` (before). The
-        arguments are defaults for what the file does not say; `parameters` replace the file's."""
+        arguments are defaults for what the file does not say; `parameters` replace the file's. `renamed`: the file's
+        names of kinds that a family means others by."""
         if parameters is None and (parameters := self.values.get("rope_parameters")):
             self._check_scaling(parameters)
         parameters = _typed(parameters or self.values.get("rope_scaling") or {})
         kind = parameters.pop("rope_type")
-        if kind not in ROPE_KINDS:
+        if kind not in (*ROPE_KINDS, *renamed):
             raise ValueError(f"rope type {kind!r} is not supported, one of {', '.join(ROPE_KINDS)}")
+        kind = renamed.get(kind, kind)
         part = parameters.pop("partial_rotary_factor", None) or self.values.get("partial_rotary_factor") or partial
         theta = parameters.pop("rope_theta", None) or self.values.get("rope_theta") or theta
         longest = self.count("max_position_embeddings", context)
@@ -107,7 +112,7 @@ class Config:
             if key not in parameters:
                 raise KeyError(f"{key} of rope type {kind}")
         for name in _ROPE_NUMBERS:
-            if parameters.get(name) is not None:
+            if parameters.get(name) is not None and not (name in _ROPE_SWITCHES and parameters[name] == 0):
                 positive(name, parameters[name])
         made = RopeSpec(
             kind=kind,

@@ -48,7 +48,7 @@ def read_layer(
     def head_norm(name: str, num_heads: int, own: range) -> Norm | None:
         if not of.has_attention or not spec.qk_norm:
             return None
-        if spec.qk_norm == "unit":  # a rope changes no length, so it may follow the norm
+        if spec.qk_norm == "unit":  # a rope without factor changes no length, so it may follow
             return None if of.rope is None else WideNorm(spec.norm, torch.ones(spec.head_dim, device=source.device))
         return _read_head_norm(spec, source, f"{prefix}self_attn.{name}", num_heads, order, own)
 

@@ -116,6 +116,7 @@ def test_config_that_cannot_be(folder, changes):
         ("gemma3", {"layer_types": 2}, "layer_types is 2, not a list"),
         ("qwen3-moe", {"mlp_only_layers": 0}, "mlp_only_layers is 0, not a list"),
         ("deepseek-v3", {"first_k_dense_replace": "1"}, "first_k_dense_replace is '1', not a whole number"),
+        ("nemotron-h", {"layers_block_type": ["mlp"] * 4}, "layers_block_type has neither mamba nor attention"),
     ],
     ids=str,
 )

@@ -110,6 +110,33 @@ def test_an_activation_without_a_kernel(tmp_path):
     torch.testing.assert_close(logits, theirs(reference, ids), atol=TOLERANCE, rtol=0)
 
 
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128, "rope_theta": 10000.0}
+PHI = {"type": "yarn", "short_factor": SHORT, "long_factor": LONG}
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "written"),
+    [
+        ("phi3", {}, dict(rope_parameters=None, rope_scaling=PHI, original_max_position_embeddings=256)),
+        ("llama4", dict(rope_parameters=YARN), {}),
+        ("deepseek-v3", dict(rope_parameters=YARN | dict(mscale=0, mscale_all_dim=0)), {}),
+        ("deepseek-v3", dict(hidden_size=52), dict(head_dim=None)),
+    ],
+    ids=["yarn-is-longrope", "normed-behind-yarn", "no-mscale", "odd-rows"],
+)
+def test_a_config_as_transformers_reads_it(tmp_path, name, changes, written):
+    """Phi-3's name of longrope, a norm behind a rope that has a factor, DeepSeek's default of 0, and heads of 13 elements
+    that its latent attention does not have."""
+    prefix, ids = FAMILIES[name][0], random_ids(100, 4)
+    make_folder(tmp_path, name, **changes)
+    path = tmp_path / "config.json"
+    values = json.loads(path.read_text()) | written
+    path.write_text(json.dumps({key: value for key, value in values.items() if value is not None}))
+    reference = getattr(transformers, f"{prefix}ForCausalLM").from_pretrained(tmp_path).eval()
+    logits = Hand(load_model(EngineConfig(tmp_path))).step({"a": ids})["a"]
+    torch.testing.assert_close(logits, theirs(reference, ids), atol=TOLERANCE, rtol=0)
+
+
 @pytest.mark.parametrize("name", ["llama3.1", "llama-yarn", "llama-linear", "mistral", "qwen2-window"])
 def test_old_config_spelling(tmp_path, name):
     """`rope_scaling` beside `rope_theta`, and no layer_types: what folders from before transformers 5 have."""

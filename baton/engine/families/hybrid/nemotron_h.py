@@ -52,6 +52,8 @@ def nemotron_h(config: Config) -> ModelSpec:
     }
     if unknown := [kind for kind in types if kind not in TYPES]:
         raise ValueError(f"layers_block_type: {unknown[0]!r:.40} is not supported, one of {', '.join(layers)}")
+    if not {MAMBA, ATTENTION} & {TYPES[kind] for kind in types}:
+        raise ValueError(f"layers_block_type has neither {MAMBA} nor {ATTENTION}: tokens would not see each other")
     bias = config.flag("attention_bias")
     return config.spec(
         "nemotron_h", [], tuple(layers[TYPES[kind]] for kind in types), num_kv_heads=8, head_dim=128, norm=NormSpec(eps),

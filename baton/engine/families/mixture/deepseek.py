@@ -65,8 +65,8 @@ def _spec(config: Config, family: str, router: dict[str, Any], renormalized: boo
     layers = tuple(LayerSpec(experts=experts if index >= first else None) for index in range(config.num_layers))
     rope = config.rope(assumed["context"], interleaved=config.flag("rope_interleave", True))
     spec = config.spec(
-        family, [replace(rope, rotary_dim=latent.rope_dim)], layers, latent=latent, qkv_bias=bias, output_bias=bias,
-        attention_scale=_scale(latent, rope), num_extra_layers=num_extra,
+        family, [replace(rope, rotary_dim=latent.rope_dim)], layers, head_dim=latent.row_dim, latent=latent,
+        qkv_bias=bias, output_bias=bias, attention_scale=_scale(latent, rope), num_extra_layers=num_extra,
         predictor=PredictorSpec(LayerSpec(experts=experts), around) if num_extra else None,
     )  # fmt: skip
     return replace(spec, num_kv_heads=1, head_dim=latent.row_dim)

@@ -1,6 +1,8 @@
 """Llama 4's text layers: attention in chunks, except for every fourth layer, which sees the whole context without rope
 and scales queries by position; experts with inputs scaled by the router, beside a shared one."""
 
+from dataclasses import replace
+
 from baton.engine.core.model_spec import ExpertsSpec, LayerSpec, ModelSpec, TemperatureSpec, TensorNames
 from baton.engine.families.config import Config
 
@@ -49,9 +51,10 @@ def llama4(config: Config) -> ModelSpec:
         config.values | {"intermediate_size": config.count("intermediate_size_mlp", 16384)},
         config.generation,
     )
-    bias = config.flag("attention_bias")
+    bias, rope = config.flag("attention_bias"), dense.rope(131072, theta=500_000.0, interleaved=True)
+    if is_normed := config.flag("use_qk_norm", True):  # behind the rope, so that its factor has no effect
+        rope = replace(rope, parameters=rope.parameters | {"attention_factor": 1.0})
     return dense.spec(
-        "llama4", [dense.rope(131072, theta=500_000.0, interleaved=True)], layers, num_kv_heads=8, head_dim=128,
-        norm=config.norm(1e-5), names=NAMES, qk_norm="unit" if config.flag("use_qk_norm", True) else "",
-        qkv_bias=bias, output_bias=bias, chunked=CHUNKED in types, temperature=temperature,
+        "llama4", [rope], layers, num_kv_heads=8, head_dim=128, norm=config.norm(1e-5), names=NAMES,
+        qk_norm="unit" if is_normed else "", qkv_bias=bias, output_bias=bias, chunked=CHUNKED in types, temperature=temperature,
     )  # fmt: skip

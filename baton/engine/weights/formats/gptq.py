@@ -21,7 +21,7 @@ class GPTQFormat(Format):
     def __init__(self, tensors, config, dtype):
         super().__init__(tensors, config, dtype)
         self._group, self._sym = config.get("group_size", -1), config.get("sym")
-        version = config.get("checkpoint_format") or "gptq"
+        version = config.get("checkpoint_format") or config.get("format") or "gptq"  # GPTQModel reads either
         if version not in ("gptq", "gptq_v2"):
             raise self.wrong_config(f"checkpoint_format {version!r} is not supported, one of gptq, gptq_v2")
         self._zero_shift = 1 if version == "gptq" else 0
