@@ -18,7 +18,7 @@ from baton.engine.parallel.peers import PeerMemory, PeerSums, SymmetricMemory, n
 from baton.engine.parallel.shard import Shard
 from baton.lines import one_line
 
-JOIN_S = 60.0  # for all ranks to meet, once each has its part of the model; with gloo also for one call
+JOIN_S = 60.0  # for ranks to meet, once all have their parts of the model; with gloo also for one call
 # For one call with NCCL: another rank may be compiling, and one that stands still is noticed otherwise
 # (ranks/spawn.py).
 CALL_S = 600.0
@@ -47,7 +47,7 @@ class DistributedCollectives(Collectives):
 
     def join(self) -> None:
         """Meet the other ranks and make the process group, which may not be made while a graph is captured."""
-        self._group = _meet(self._store, self.shard.rank, self.degree, self._device)
+        self._group = self._meet_others()
         self.sum(torch.zeros(1, 16, device=self._device), torch.float32)
         _wait(self._device)
 
@@ -71,6 +71,11 @@ class DistributedCollectives(Collectives):
     def summary(self) -> str:
         """Return how ranks add, for the engine's start line."""
         return "sums in peers' memory" if self.peers is not None else f"sums by NCCL ({self.why_no_peers})"
+
+    def _meet_others(self):
+        """Return the process group of all ranks, once each is here. Raises RankLost."""
+        self.least(0)  # without a limit, in memory of the host: some read their part for longer than JOIN_S
+        return _meet(self._store, self.shard.rank, self.degree, self._device)
 
     def _out_of_reach(self) -> str:
         if self.fast or self._device.type == "cpu":
@@ -141,7 +146,7 @@ class StageCollectives(DistributedCollectives):
     so there are no sums; rows go from each stage to the next, and from the last to the first."""
 
     def join(self) -> None:
-        self._group = _meet(self._store, self.shard.rank, self.degree, self._device)
+        self._group = self._meet_others()
         # In the same order on all stages. Each direction has its own group: with one for both, a stage could wait for a
         # stage that waits for it.
         links = {}

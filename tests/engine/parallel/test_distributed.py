@@ -2,16 +2,19 @@
 ones have the same bits, whatever the number of ranks."""
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 
 from baton.engine import native
+from baton.engine.parallel import distributed
 from baton.engine.parallel.collectives import RankLost, num_bytes_for
-from baton.engine.parallel.distributed import DistributedCollectives, add_tree
+from baton.engine.parallel.distributed import DistributedCollectives, StageCollectives, add_tree
 from baton.engine.parallel.shard import Shard
 from tests.engine.parallel.parts import SIZE, parts_of
 from tests.support.native.ranks_in_threads import collectives_of, distributed_of, together
+from tests.support.pace import patience
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason=native.unavailable() or "there")
 DTYPES = [torch.float32, torch.bfloat16]
@@ -89,6 +92,38 @@ def test_ranks_that_never_meet(monkeypatch, tmp_path):
     monkeypatch.setattr("baton.engine.parallel.distributed.JOIN_S", 0.3)
     store = torch.distributed.FileStore(str(tmp_path / "store"), 2)
     memory = memoryview(bytearray(num_bytes_for(2)))
-    end = DistributedCollectives(memory, Shard(0, 2), store, torch.device("cpu"))
+    first, other = (DistributedCollectives(memory, Shard(rank, 2), store, torch.device("cpu")) for rank in range(2))
+    here = threading.Thread(target=other.least, args=(0,))  # and goes no further
+    here.start()
     with pytest.raises(RankLost, match="ranks have not met"):
-        end.join()
+        first.join()
+    here.join()
+
+
+@pytest.mark.parametrize("kind", [DistributedCollectives, StageCollectives])
+def test_the_time_to_meet_begins_when_all_have_their_parts(monkeypatch, tmp_path, kind):
+    """A rank that read its part a minute before the first one gave the start up."""
+    memory, began, late, met = memoryview(bytearray(num_bytes_for(2))), threading.Event(), threading.Event(), []
+    store = torch.distributed.FileStore(str(tmp_path / "store"), 2)
+    first, other = (kind(memory, Shard(rank, 2), store, torch.device("cpu")) for rank in range(2))
+    first._add = other._add = add_tree  # threads: Triton's interpreter runs one kernel at a time
+    least, meet = other.least, distributed._meet
+
+    def least_noted(number: int) -> int:
+        began.set()
+        return least(number)
+
+    def meet_noted(*given):
+        began.set()
+        met.append(late.is_set())
+        return meet(*given)
+
+    monkeypatch.setattr(other, "least", least_noted)
+    monkeypatch.setattr(distributed, "_meet", meet_noted)
+    with ThreadPoolExecutor(1) as threads:
+        joining = threads.submit(other.join)
+        assert began.wait(patience(30))
+        late.set()
+        first.join()
+        joining.result(patience(30))
+    assert met and all(met)
