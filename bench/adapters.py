@@ -24,9 +24,8 @@ import torch
 from safetensors.torch import save_file
 
 from baton.engine.engine import Engine
-from baton.training.data.tokenizer import train_tokenizer
-from baton.training.model.export import export
-from baton.training.model.llama import Llama, ModelConfig
+from baton.training.model.llama import ModelConfig
+from bench.lib.random_model import write_random_model
 from bench.lib.report import Report, finish, interleave, start
 from tests.support import bare_engine
 
@@ -39,15 +38,6 @@ MODULES = {
     "self_attn.o_proj": (1_024, 1_024), "mlp.gate_proj": (1_024, 4_096), "mlp.up_proj": (1_024, 4_096),
     "mlp.down_proj": (4_096, 1_024),
 }  # fmt: skip
-
-
-def write_model(folder: Path) -> Path:
-    """Write a random model."""
-    torch.manual_seed(0)
-    export(Llama(MODEL), train_tokenizer(["a few words, for a tokenizer of its own"], 300), folder)
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"eos_token_id": None}))
-    return folder
 
 
 def write_adapter(folder: Path, seed: int) -> Path:
@@ -74,7 +64,7 @@ class Bench:
     """One engine that holds all adapters."""
 
     def __init__(self, folder: Path):
-        model = write_model(folder / "model")
+        model = write_random_model(folder / "model", MODEL)
         self.engine: Engine = bare_engine.load_engine(model, threads=NUM_THREADS, num_blocks=512, max_num_seqs=BATCH)
         self.identities = [
             self.engine.add_adapter(f"a{index}", write_adapter(folder / f"a{index}", index))

@@ -17,16 +17,14 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 from baton.constraints.constraint import Constraint
 from baton.engine.engine import Engine
 from bench.lib.decoding import Decoded, decode, greedy
+from bench.lib.paths import MODEL
 from bench.lib.report import Report, finish, interleave, medians, start
 from tests.support import bare_engine
 
-ROOT = Path(__file__).resolve().parents[1]
-MODEL = ROOT / "demo" / "target"
 BATCHES = (1, 16)
 PROMPT, OUTPUT = 64, 128  # tokens
 GOAL = 1.03  # times the time of a free token

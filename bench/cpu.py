@@ -36,6 +36,7 @@ from bench.arms.cpu_arms import FORMS, Arm, Ours, linear_weights, make_spec
 from bench.arms.cpu_peers import LLAMA_CPP, OPENVINO, Peer, Transformers, open_mixture_peers, open_peers, peers_python
 from bench.arms.shape import LLAMA, MIXTURE, VOCAB_SIZE, Shape
 from bench.lib import limits, peak
+from bench.lib.paths import MODEL
 from bench.lib.report import Report, finish, interleave, medians, start
 from tests.support import bare_engine
 
@@ -58,7 +59,6 @@ class Goals:
         return "F16" if self.kind == "BF16" else self.kind
 
 
-DEMO = Path(__file__).resolve().parents[1] / "demo" / "target"
 PARTS = (*FORMS, "not-exact", "demo", "mixture")  # names for --only; a form stands for all its rows
 
 AVX512_GOALS = {
@@ -229,7 +229,7 @@ class Bench:
 
     def demo(self) -> None:
         """Measure the demo model with one request at a time."""
-        arm = Arm(bare_engine.load_engine(DEMO, max_model_len=1024, num_blocks=64))
+        arm = Arm(bare_engine.load_engine(MODEL, max_model_len=1024, num_blocks=64))
         arms = {"demo": lambda: arm.step_s(1, SHORT_PROMPT, 256), "A/A": lambda: arm.step_s(1, SHORT_PROMPT, 256)}
         interleave(arms, 1)
         found = {name: 1e3 * seconds for name, seconds in medians(interleave(arms, self._num_rounds)).items()}

@@ -13,14 +13,12 @@ import random
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 from baton.engine.engine import Engine
+from bench.lib.paths import MODEL
 from bench.lib.report import Report, finish, interleave, medians, start
 from tests.support import bare_engine
 
-ROOT = Path(__file__).resolve().parents[1]
-MODEL = ROOT / "demo" / "target"
 PROMPT, OUTPUT = 64, 48  # tokens of the decode rows
 LONG_PROMPT = 1536  # of the prefill row: three chunks
 

@@ -13,17 +13,16 @@ if not __package__:  # started by its path
 import itertools
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 
 from baton.engine.core.config import EngineConfig
 from baton.engine.engine import Engine
 from bench.lib.decoding import decode, greedy
+from bench.lib.paths import MODEL
 from bench.lib.report import Report, finish, start
 from tests.support.engine.forced import ForcedProposer
 
-ROOT = Path(__file__).resolve().parents[1]
 ACCEPTANCES = (0.0, 0.5, 0.7, 0.85, 1.0)
 WIDTHS, QUICK_WIDTHS = range(2, 9), (2, 4, 8)
 BATCHES = (1, 8, 64)
@@ -32,7 +31,7 @@ PROMPT, OUTPUT = 128, 96  # tokens
 
 def load(proposer: ForcedProposer) -> Engine:
     if not torch.cuda.is_available():
-        config = EngineConfig(ROOT / "demo" / "target", speculator="auto", num_blocks=1024, max_num_batched_tokens=2048)
+        config = EngineConfig(MODEL, speculator="auto", num_blocks=1024, max_num_batched_tokens=2048)
         return Engine.load(config, proposers=[proposer])
     from bench.arms import gpu_arms
 

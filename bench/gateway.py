@@ -24,12 +24,11 @@ from pathlib import Path
 import psutil
 
 from bench.lib.cpu_time import cpu_s
+from bench.lib.paths import MODEL, ROOT
 from bench.lib.report import Report, finish, percentile_ms, start
 from bench.processes.stub_worker import FIRST_ID, NUM_IDS
 from tests.support.process import Process
 
-ROOT = Path(__file__).resolve().parents[1]
-MODEL = ROOT / "demo" / "target"
 CORES = sorted(os.sched_getaffinity(0))
 PARTS = ("ttft", "tokens", "processes", "refusals", "streams")
 RATE = 100

@@ -19,8 +19,8 @@ from pathlib import Path
 
 from bench.gpu import PARTS
 from bench.lib import gpu_limits
+from bench.lib.paths import ROOT
 
-ROOT = Path(__file__).resolve().parents[1]
 LIMIT_S = 560
 TESTS = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "--basetemp")
 

@@ -25,14 +25,12 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import grpc
 import numpy as np
-import torch
 import uvloop
 
-from baton.training.data.tokenizer import train_tokenizer
-from baton.training.model.export import export
-from baton.training.model.llama import Llama, ModelConfig
+from baton.training.model.llama import ModelConfig
 from baton.v1 import inference_pb2 as pb
 from baton.v1 import inference_pb2_grpc
+from bench.lib.random_model import write_random_model
 from bench.lib.report import Report, finish, interleave, medians, nearest_rank, start
 from bench.processes.moving import BLOCK_TOKENS, Pair, scattered
 from kvtransfer.layout import KVGroup, KVLayout, Range
@@ -51,7 +49,7 @@ QUICK_SIZES = {64 * KIB: (1, 512), 2 * MIB: (32,)}
 NOISE = 0.10  # between two bare copies: if they differ more, a rate says nothing
 RATED_BYTES = 32 * MIB  # below this size a transfer is mostly its dialogue, and the row is in milliseconds
 # 101 M parameters, three quarters of them the vocabulary's, which costs no prefill time; KV of 4 KiB per token.
-MODEL = ModelConfig(98_304, 768, 2_048, num_layers=4, num_heads=12, num_kv_heads=4, head_dim=64, max_length=4_096)
+SHAPE = ModelConfig(98_304, 768, 2_048, num_layers=4, num_heads=12, num_kv_heads=4, head_dim=64, max_length=4_096)
 PROMPT = 2_048
 NUM_PAIRS = 300
 PARTS = ("payload", "hidden")
@@ -165,19 +163,8 @@ class Client:
         self._channel.close()
 
 
-def make_model(folder: Path) -> Path:
-    """Write a random model of MODEL's shape with a small tokenizer, since prompts are token ids."""
-    torch.manual_seed(0)
-    model = Llama(MODEL)
-    num_parameters = sum(parameter.numel() for parameter in model.parameters())
-    if num_parameters < 100e6:
-        raise RuntimeError(f"{num_parameters / 1e6:.0f} M parameters: at least 100 M")
-    export(model, train_tokenizer([Path(__file__).read_text()], 1024), folder)
-    return folder
-
-
 def hidden(report: Report, folder: Path, num_pairs: int) -> None:
-    model = make_model(folder / "model")
+    model = write_random_model(folder / "model", SHAPE)
     options = {"options": WORKER, "env": {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}}
     split_options = {**options, "gateway_options": ("--split", "always")}
     with (
@@ -196,7 +183,7 @@ def _compare(report: Report, split: Client, whole: Client, num_pairs: int) -> No
     rng = random.Random(0)
     found: dict[str, list[Answer]] = {"split": [], "whole": []}
     for index in range(-1, num_pairs + 1):
-        prompt_ids = [rng.randrange(5, MODEL.vocab_size) for _ in range(PROMPT)]
+        prompt_ids = [rng.randrange(5, SHAPE.vocab_size) for _ in range(PROMPT)]
         arms = [("split", split), ("whole", whole)]
         for name, client in arms if index % 2 else reversed(arms):
             answer = client.ask(prompt_ids)
@@ -226,8 +213,8 @@ def _compare(report: Report, split: Client, whole: Client, num_pairs: int) -> No
 
 def _digest_s() -> float:
     """Return the seconds that both sides spend on the digests of one prompt, in addition to copying it."""
-    layout = KVLayout((KVGroup("paged", MODEL.num_layers, MODEL.num_kv_heads, MODEL.head_dim, "bf16", BLOCK_TOKENS),))
-    ids, moved = np.arange(PROMPT // BLOCK_TOKENS), Range(0, PROMPT, 0, MODEL.num_layers)
+    layout = KVLayout((KVGroup("paged", SHAPE.num_layers, SHAPE.num_kv_heads, SHAPE.head_dim, "bf16", BLOCK_TOKENS),))
+    ids, moved = np.arange(PROMPT // BLOCK_TOKENS), Range(0, PROMPT, 0, SHAPE.num_layers)
     memory = BlockMemory(np.ones(len(ids) * layout.block_bytes, np.uint8), layout)
     cells, names, seconds = Cells(memory, layout.whole[0], 0), [bytes(32)] * (PROMPT // SPAN_TOKENS), []
     for _ in range(9):

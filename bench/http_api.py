@@ -15,7 +15,8 @@ import subprocess
 import sys
 from collections.abc import Callable
 
-from bench.gateway import ROOT, Fleet, clients, fleet, pinned, seen
+from bench.gateway import Fleet, clients, fleet, pinned, seen
+from bench.lib.paths import ROOT
 from bench.lib.report import Report, finish, interleave, medians, percentile_ms, start
 
 PARTS = ("cpu", "ttft", "streams")

@@ -45,13 +45,12 @@ from baton.planning.efficiency import Efficiencies, HostCosts, Point
 from baton.planning.step_time import Roofs, StepTimes
 from bench.lib import sending
 from bench.lib.cpu_time import cpu_s
-from bench.lib.large_model import write_large
+from bench.lib.paths import MODEL
+from bench.lib.random_model import write_random_model
 from bench.lib.report import finish, start
 from kvtransfer.layout import KVLayout
 from tests.support.stack import Stack
 
-ROOT = Path(__file__).resolve().parents[1]
-MODEL = ROOT / "demo" / "target"
 FORMS = ("none", "int8", "int4-g32")
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 SHORT, CONTEXTS = 16, (256, 1024, 1984)
@@ -273,7 +272,7 @@ def main() -> int:
         report.add(name, point.efficiency, "of the roofline")
 
     with tempfile.TemporaryDirectory() as name:
-        models = [(MODEL, FORMS), (write_large(Path(name) / "large"), FORMS)]
+        models = [(MODEL, FORMS), (write_random_model(Path(name) / "large"), FORMS)]
         known = measure(models, Path(name), 3 if arguments.quick else ROUNDS, say)
     for what, seconds in vars(known.host).items():
         report.add(f"host: {what}", 1e6 * seconds, "us")

@@ -31,11 +31,10 @@ from baton.loadgen.trace import read_trace
 from baton.service.slo import parse_slo
 from bench.arms.rung import Ran, Rung, Technique
 from bench.lib import sending
+from bench.lib.paths import MODEL, ROOT
 from bench.lib.report import Report, finish, start
 from tests.support.stack import Stack
 
-ROOT = Path(__file__).resolve().parents[1]
-MODEL = ROOT / "demo" / "target"
 TRACE = ROOT / "bench" / "traces" / "conversation.jsonl"
 QUALITY = ROOT / "bench" / "results" / "quality-cpu-2026-11-20.json"
 LENGTH_SCALE = 1 / 8  # the longest prompt of the trace is then 2,005 tokens

@@ -26,6 +26,7 @@ from baton import client
 from baton.cli.launch.control import RemoteLauncher
 from baton.service.security.tls import GATEWAY_NAME
 from bench.lib.cpu_time import cpu_s
+from bench.lib.paths import MODEL
 from bench.lib.report import Report, finish, interleave, medians, start
 from tests.support.client import make_request
 from tests.support.launch.launchers import until
@@ -33,8 +34,6 @@ from tests.support.launch.ray_cluster import RayCluster, up_argv
 from tests.support.process import Process
 from tests.support.security.installation import API_KEY, Installation, install
 
-ROOT = Path(__file__).resolve().parents[1]
-MODEL = ROOT / "demo" / "target"
 PARTS = ("start", "tokens", "node")
 LOCAL, RAY, AGAIN = ARMS = ("local", "ray", "local again")
 _PROMPT = list(range(100, 164))

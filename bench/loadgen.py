@@ -28,7 +28,6 @@ from baton.v1 import inference_pb2_grpc
 from bench.lib.report import Report, finish, interleave, medians, start
 from tests.support.process import Process
 
-ROOT = Path(__file__).resolve().parents[1]
 CORES = sorted(os.sched_getaffinity(0))
 SENDER_CORE, STUB_CORE = CORES[0], CORES[-1]
 NUM_MESSAGES, NUM_PROMPT, CONCURRENCY, VOCAB = 8, 256, 16, 4096

@@ -42,13 +42,12 @@ from baton.service.security.access import Access
 from baton.service.security.credentials import new_key
 from bench.arms.overload_abuse import abuse
 from bench.lib.cpu_time import cpu_s
+from bench.lib.paths import MODEL
 from bench.lib.report import Report, finish, nearest_rank, start
 from bench.processes.flood import KINDS, flooding
 from gateway.config.slo_classes import BUILT_IN
 from tests.support.stack import Stack
 
-ROOT = Path(__file__).resolve().parents[1]
-MODEL = ROOT / "demo" / "target"
 VOCAB, PROMPT, OUTPUT = 4096, 512, 32
 CLASS = "standard"
 SLO = BUILT_IN[CLASS]

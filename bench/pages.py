@@ -8,9 +8,9 @@ if not __package__:  # started by its path
 import json
 from pathlib import Path
 
+from bench.lib.paths import ROOT
 from bench.lib.tables import ladder, plan
 
-ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "benchmarks.md"
 RESULTS = ROOT / "bench" / "results"
 MAX_ROWS = 40  # of a run that is printed in full; of a longer one, only the rows with a goal and the A/A rows

@@ -39,15 +39,14 @@ from baton.engine.parallel.shard import Shard
 from baton.service.net.client import open_channel
 from baton.service.security.access import Access
 from bench.lib.cpu_time import cpu_s
-from bench.lib.large_model import write_large
+from bench.lib.paths import MODEL
+from bench.lib.random_model import write_random_model
 from bench.lib.report import Report, finish, interleave, medians, start
 from tests.support import bare_engine
 from tests.support.stack import Stack
 
 PARTS = ("sums", "engines", "stages", "handoff")
 
-ROOT = Path(__file__).resolve().parents[1]
-MODEL = ROOT / "demo" / "target"
 PROMPT, OUTPUT = 64, 48  # tokens of the decode rows
 LONG_PROMPT, SHORT_PROMPT = 512, 4
 HIDDEN = 4096  # of the rows that are summed, as in an 8B model
@@ -272,11 +271,11 @@ def main() -> int:
             compare_sums(report, num_rounds)
         if "engines" in arguments.only:
             compare_engines(report, "shipped model", MODEL, num_rounds)
-            compare_engines(report, "hidden size 1024", write_large(folder / "large"), num_rounds)
+            compare_engines(report, "hidden size 1024", write_random_model(folder / "large"), num_rounds)
         if "stages" in arguments.only:
             sizes = (16,) if arguments.quick else (1, 8, 16, 32)
             compare_stages(report, "shipped model", MODEL, sizes, num_rounds)
-            compare_stages(report, "hidden size 1024", write_large(folder / "deep"), sizes, num_rounds)
+            compare_stages(report, "hidden size 1024", write_random_model(folder / "deep"), sizes, num_rounds)
         if "handoff" in arguments.only:
             compare_handoffs(report, folder, num_rounds)
     return finish(arguments, report)

@@ -38,7 +38,7 @@ from baton.planning.virtual_stack import StackShape, VirtualStack
 from baton.service.slo import Slo
 from bench.kernels import MODEL, ROUNDS, measure
 from bench.lib import sending
-from bench.lib.large_model import write_large
+from bench.lib.random_model import write_random_model
 from bench.lib.report import Report, finish, start
 from bench.lib.tables.plan import PLANNED
 from tests.support.stack import Stack
@@ -199,7 +199,7 @@ def main() -> int:
     parts = PARTS[:1] if arguments.quick else arguments.only
     with tempfile.TemporaryDirectory() as name:
         at = Path(name)
-        folders = {"shipped": MODEL, "large": write_large(at / "large")}
+        folders = {"shipped": MODEL, "large": write_random_model(at / "large")}
         forms = {shape: [form for form in FORMS if f"{shape}-{form}" in parts] for shape in folders}
         if "none" not in forms["shipped"]:
             forms["shipped"].append("none")  # it separates the host's costs from kernels, and plans the splits

@@ -29,11 +29,10 @@ from baton.quantization.calibration import DEFAULT, NUM_SAMPLES, Prompt, make_sa
 from baton.quantization.core.errors import QuantizeError
 from baton.quantization.quantize import plan, quantize
 from baton.quantization.scoring import Score, score
+from bench.lib.paths import MODEL
 from bench.lib.report import Report, finish, start
 from kvtransfer.layout import KVLayout
 
-ROOT = Path(__file__).resolve().parents[1]
-MODEL = ROOT / "demo" / "target"
 GROUPS = (32, 64, 128)
 KEYS_PER_CHANNEL = 32  # tokens that share a scale
 KV_FORMS = {"fp8_e4m3": "", "fp8_e5m2": "", "int8": "ratio <= 1.005", "int4": "ratio <= 1.03"}

@@ -24,6 +24,7 @@ from pathlib import Path
 from baton.loadgen.trace import TraceEntry, read_trace
 from baton.service.slo import Slo
 from baton.v1 import worker_pb2 as pb
+from bench.lib.paths import ROOT
 from bench.lib.report import Report, finish, nearest_rank, start
 from bench.simulation.fleet import Fleet, Machine, Request, copies, oracle_hits
 from gateway.config.settings import GatewaySettings
@@ -34,7 +35,6 @@ from gateway.prefix.memory_index import MemoryIndex
 from gateway.prefix.prefix_matches import Matches
 from gateway.routing.routing import RoutingRequest
 
-ROOT = Path(__file__).resolve().parents[1]
 TRACE = ROOT / "bench" / "traces" / "conversation.jsonl"
 TRACE_OPTION = {"--trace": dict(type=Path, default=TRACE, metavar="FILE", help="replay this trace")}
 SIZES = (8, 64, 256, 1000)

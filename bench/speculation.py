@@ -33,11 +33,10 @@ from baton.training.data.corpus import gather
 from baton.training.data.tokenizer import load_tokenizer
 from baton.training.model.evaluate import select_heads
 from bench.lib.decoding import Decoded, decode, greedy
+from bench.lib.paths import MODEL, ROOT
 from bench.lib.report import Report, finish, interleave, medians, start
 from tests.support import bare_engine
 
-ROOT = Path(__file__).resolve().parents[1]
-TARGET = ROOT / "demo" / "target"
 FOLDERS = {"ngram": None, **{name: ROOT / "demo" / name for name in ("draft", "medusa", "eagle")}}
 PUBLISHED = {"edit": 2.5, "code": 1.8, "shuffled": 1.3}  # times plain, for such texts
 GOALS = {("edit", "ngram"): 2.5, ("code", "best"): 1.8}
@@ -74,7 +73,7 @@ class Arm:
 
     @classmethod
     def load(cls, **options) -> "Arm":
-        arm = cls(bare_engine.load_engine(TARGET, num_blocks=1024, **options))
+        arm = cls(bare_engine.load_engine(MODEL, num_blocks=1024, **options))
         arm._watch(arm.engine.runner, "run", "verify")
         if arm.engine._multi_step is not None:  # if a whole step is native
             arm._watch(arm.engine._multi_step, "_run", "verify")
@@ -122,7 +121,7 @@ class Texts:
 
     def __init__(self, plain: Arm, num_tasks: int):
         self._plain, self._rng = plain, random.Random(0)
-        tokenizer = load_tokenizer(TARGET)
+        tokenizer = load_tokenizer(MODEL)
         documents = gather().held_out
         heads = select_heads(documents, 200)
         self._rng.shuffle(heads)
@@ -311,7 +310,7 @@ def against_transformers(report: Report, arms: dict[str, Arm], texts: Texts, num
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    folders = (TARGET, FOLDERS["draft"])
+    folders = (MODEL, FOLDERS["draft"])
     target, draft = (AutoModelForCausalLM.from_pretrained(folder, dtype=product_dtype()).eval() for folder in folders)
     options = dict(max_new_tokens=OUTPUT, min_new_tokens=OUTPUT, do_sample=False, pad_token_id=0)
 

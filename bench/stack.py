@@ -42,13 +42,12 @@ from baton.engine.loop import ENGINE_THREAD
 from baton.loadgen.workload import Job
 from bench.lib import sending
 from bench.lib.limits import Limits, measure
+from bench.lib.paths import MODEL, ROOT
 from bench.lib.report import Report, finish, interleave, medians, start
 from tests.support import bare_engine
 from tests.support.process import Process
 from tests.support.stack import Stack, TogetherStack
 
-ROOT = Path(__file__).resolve().parents[1]
-MODEL = ROOT / "demo" / "target"
 CORES = len(os.sched_getaffinity(0))
 AS_UP: dict[str, str | None] = {"OMP_NUM_THREADS": None}  # workers divide the cores themselves
 PROMPT, OUTPUT = 256, 64  # tokens of the throughput rows: long enough for the prefill worker to read

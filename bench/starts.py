@@ -20,10 +20,10 @@ from pathlib import Path
 
 from baton.engine.native.tier import available
 from bench.lib.cpu_time import tree_cpu_s
+from bench.lib.paths import MODEL, ROOT
 from bench.lib.report import Report, finish, start
-from tests.support.process import ROOT, Process
+from tests.support.process import Process
 
-MODEL = ROOT / "demo" / "target"
 SHARE, ALLOWANCE_S = 1.3, 1.0  # the goal of a start: times one process's `import torch`, and on top of it
 ROOFLINE = """
 import time

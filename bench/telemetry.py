@@ -34,6 +34,7 @@ from baton.client import AsyncClient
 from baton.loadgen.workload import FIRST_TOKEN
 from baton.service.observe.telemetry import TraceContext, format_traceparent
 from baton.v1 import inference_pb2 as pb
+from bench.lib.paths import MODEL
 from bench.lib.report import Report, finish, start
 from gateway.config.slo_classes import BUILT_IN
 from gateway.observe import access_log
@@ -42,8 +43,6 @@ from tests.support.gateway.request_records import ANSWERED, record
 from tests.support.process import Process
 from tests.support.stack import Stack
 
-ROOT = Path(__file__).resolve().parents[1]
-MODEL = ROOT / "demo" / "target"
 PROMPT, OUTPUT, VOCAB = 48, 64, 4000  # short prompts are read by the decode worker
 OFF, ON, AGAIN = "off", "on", "off again"
 COLLECTORS = ("up", "down", "stalled")

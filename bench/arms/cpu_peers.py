@@ -12,8 +12,8 @@ from pathlib import Path
 import torch
 
 from bench.arms.shape import LLAMA, VOCAB_SIZE
+from bench.lib.paths import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 LLAMA_CPP, OPENVINO = "llama.cpp", "OpenVINO"
 
 

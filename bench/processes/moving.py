@@ -10,7 +10,6 @@ import subprocess
 import sys
 import threading
 import time
-from pathlib import Path
 
 import numpy as np
 import psutil
@@ -18,6 +17,7 @@ import uvloop
 
 from baton.worker.kv.native_digests import memory_kernels
 from bench.lib.cpu_time import cpu_s
+from bench.lib.paths import ROOT
 from kvtransfer.layout import BlockRef, KVGroup, KVLayout, PromptKV
 from kvtransfer.memory import digest
 from kvtransfer.memory.region import Region
@@ -26,7 +26,6 @@ from kvtransfer.transfer.local_pool import LocalPool
 from kvtransfer.transfer.source import Source, SourceIdentity
 from kvtransfer.transports.transport import local_host_id
 
-ROOT = Path(__file__).resolve().parents[2]
 BLOCK_TOKENS, LAYER_BLOCK_BYTES = 16, 64 << 10  # 8 kv heads of 128 in bf16, as in Llama 3.1 8B
 POOL_BYTES = 256 << 20
 NUMERICS = "0123456789abcdef/bf16/bf16/bf16/tp1/exact"

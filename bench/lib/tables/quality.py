@@ -6,7 +6,8 @@ import re
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[3]
+from bench.lib.paths import ROOT
+
 PAGE = ROOT / "docs" / "quantization.md"
 MARKS = re.compile(r"(<!-- quality -->\n).*?(\n<!-- end -->)", re.DOTALL)
 HEAD = (
