@@ -3,7 +3,7 @@
 Real gateways run between real gRPC clients and a worker that computes nothing (processes/stub_worker.py). The gateway
 has one core, worker and clients another one. Prompts are 256 token ids. The delay of a token is measured from its step
 to the client that reads it. `against` is a bare grpc.aio server in the gateway's place that writes as many prepared
-messages of the same size (processes/loadgen_stub.py): the cost of gRPC alone on this machine."""
+messages of the same size (processes/writing_server.py): the cost of gRPC alone on this machine."""
 
 if not __package__:  # started by its path
     from lib.as_module import run
@@ -90,7 +90,7 @@ def fleet(
 @contextmanager
 def bare(num_messages: int, step_ms: float = 0.0, num_tokens: int = 1) -> Iterator[tuple[str, psutil.Process]]:
     """Run the server that only writes; yield its address and process."""
-    argv = [sys.executable, "-m", "bench.processes.loadgen_stub", *map(str, (num_messages, step_ms, num_tokens))]
+    argv = [sys.executable, "-m", "bench.processes.writing_server", *map(str, (num_messages, step_ms, num_tokens))]
     with tempfile.TemporaryDirectory() as folder:
         stub = Process("stub", pinned(0, argv), Path(folder))
         try:

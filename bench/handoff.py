@@ -32,7 +32,7 @@ from baton.v1 import inference_pb2 as pb
 from baton.v1 import inference_pb2_grpc
 from bench.lib.random_model import write_random_model
 from bench.lib.report import Report, finish, interleave, medians, nearest_rank, start
-from bench.processes.moving import BLOCK_TOKENS, Pair, scattered
+from bench.processes.kv_source import BLOCK_TOKENS, Pair, scattered
 from kvtransfer.layout import KVGroup, KVLayout, Range
 from kvtransfer.memory.blocks import BlockMemory, Cells
 from kvtransfer.memory.byte_runs import BoxOfPool, merged_runs

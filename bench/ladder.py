@@ -29,7 +29,7 @@ from baton.loadgen.outcome import Outcome
 from baton.loadgen.summary import percentiles
 from baton.loadgen.trace import read_trace
 from baton.service.slo import parse_slo
-from bench.arms.rung import Ran, Rung, Technique
+from bench.arms.naive_server import Ran, Rung, Technique
 from bench.lib import sending
 from bench.lib.paths import MODEL, ROOT
 from bench.lib.report import Report, finish, start

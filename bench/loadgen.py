@@ -129,7 +129,7 @@ def main() -> int:
             str(STUB_CORE),
             sys.executable,
             "-m",
-            "bench.processes.loadgen_stub",
+            "bench.processes.writing_server",
             str(NUM_MESSAGES),
         ]
         stub = Process("stub", argv, Path(folder))

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from baton.loadgen.outcome import Outcome
-from bench.arms.rung import Rung, Technique
+from bench.arms.naive_server import Rung, Technique
 from bench.lib import sending
 from bench.lib.sending import job_of
 from bench.lib.tables import ladder

@@ -1,4 +1,4 @@
-"""A server that only writes: `python -m bench.processes.loadgen_stub N` answers every Generate with N messages.
+"""A server that only writes: `python -m bench.processes.writing_server N` answers every Generate with N messages.
 
 With [STEP_MS TOKENS] a message has TOKENS ids and their text, and every stream gets one every STEP_MS, all at the same
 time. It is the baseline of bench/gateway.py, since no grpc.aio server could do with less."""

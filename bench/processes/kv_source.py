@@ -1,5 +1,5 @@
 """Two processes and their pools: a source that offers blocks on request, and a taker that times fetching them, compared
-with bare copies between the same two processes. `python -m bench.processes.moving FD ...` is the source."""
+with bare copies between the same two processes. `python -m bench.processes.kv_source FD ...` is the source."""
 
 import asyncio
 import json
@@ -131,7 +131,7 @@ class Pair:
         self.pools[0][:] = np.random.default_rng(0).integers(0, 256, POOL_BYTES, dtype=np.uint8)
         self.pools[1][:] = 0  # touch every page before anything is timed
         fd = self.regions[0].fd
-        command = [sys.executable, "-m", "bench.processes.moving", str(fd), str(block_bytes), ",".join(transports)]
+        command = [sys.executable, "-m", "bench.processes.kv_source", str(fd), str(block_bytes), ",".join(transports)]
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, pass_fds=(fd,), text=True, cwd=ROOT
         )
