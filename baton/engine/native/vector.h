@@ -1,8 +1,10 @@
-// Sixteen floats at a time, in the compiler's own vectors: a CPU without AVX-512 does them in two halves. The same
-// operations in the same order either way, so that both give the same bits.
+// Sixteen floats at a time: a CPU without AVX-512 does them in two halves. The same operations in the same order either
+// way, so that both give the same bits.
 #pragma once
 
 #include <cmath>
+#include <type_traits>
+#include <utility>
 
 #include "common.h"
 
@@ -12,27 +14,63 @@ namespace baton {
 enum Kind : int64_t { FP32 = 0, BF16 = 1, FP16 = 2 };
 constexpr int64_t bytes_of(int64_t kind) { return kind == FP32 ? 4 : 2; }  // an element
 
+#ifdef BATON_AVX512
 using V16 = float __attribute__((vector_size(64)));
 using I16 = int32_t __attribute__((vector_size(64)));
+#else
+// One vector of two: gcc keeps its own of 64 bytes in memory where no register holds them.
+template <class Half>
+struct Halves {
+  using Lane = std::decay_t<decltype(std::declval<Half&>()[0])>;
+  Half half[2];
+
+  Lane& operator[](int64_t lane) { return reinterpret_cast<Lane*>(half)[lane]; }
+  Lane operator[](int64_t lane) const { return reinterpret_cast<const Lane*>(half)[lane]; }
+  template <class Other>
+  explicit operator Halves<Other>() const { return {{(Other)half[0], (Other)half[1]}}; }  // the same bits
+
+#define BATON_OPERATOR(OP)                                                                              \
+  friend auto operator OP(Halves a, Halves b) {                                                         \
+    return Halves<decltype(a.half[0] OP b.half[0])>{{a.half[0] OP b.half[0], a.half[1] OP b.half[1]}};  \
+  }                                                                                                     \
+  friend auto operator OP(Halves a, Lane b) { return a OP Halves{{b - Half{}, b - Half{}}}; }
+  BATON_OPERATOR(+) BATON_OPERATOR(-) BATON_OPERATOR(*) BATON_OPERATOR(/)
+  BATON_OPERATOR(<) BATON_OPERATOR(>) BATON_OPERATOR(<=) BATON_OPERATOR(>=)
+  BATON_OPERATOR(<<) BATON_OPERATOR(>>) BATON_OPERATOR(&) BATON_OPERATOR(|)
+#undef BATON_OPERATOR
+  friend Halves operator-(Lane a, Halves b) { return {{a - b.half[0], a - b.half[1]}}; }
+  friend Halves operator-(Halves x) { return {{-x.half[0], -x.half[1]}}; }
+  friend auto operator~(Halves x) { return Halves{{~x.half[0], ~x.half[1]}}; }
+};
+
+#ifdef __aarch64__
+using V16 = Halves<Halves<float32x4_t>>;
+using I16 = Halves<Halves<int32x4_t>>;
+inline __m256 half8(V16 x, int which) { return {{x.half[which].half[0], x.half[which].half[1]}}; }
+inline V16 joined8(__m256 low, __m256 high) { return {{{{low.half[0], low.half[1]}}, {{high.half[0], high.half[1]}}}}; }
+#else
+using V16 = Halves<float __attribute__((vector_size(32)))>;
+using I16 = Halves<int32_t __attribute__((vector_size(32)))>;
+inline __m256 half8(V16 x, int which) { return x.half[which]; }
+inline V16 joined8(__m256 low, __m256 high) { return {{low, high}}; }
+#endif
+#endif
 
 inline V16 load16(const float* from) {
-  V16 x;
-  std::memcpy(&x, from, sizeof x);
-  return x;
+#ifdef BATON_AVX512
+  return (V16)_mm512_loadu_ps(from);
+#else
+  return joined8(_mm256_loadu_ps(from), _mm256_loadu_ps(from + 8));
+#endif
 }
-inline void store16(float* to, V16 x) { std::memcpy(to, &x, sizeof x); }
+inline void store16(float* to, V16 x) {
+#ifdef BATON_AVX512
+  _mm512_storeu_ps(to, (__m512)x);
+#else
+  _mm256_storeu_ps(to, half8(x, 0)), _mm256_storeu_ps(to + 8, half8(x, 1));
+#endif
+}
 inline V16 all16(float x) { return x - V16{}; }
-inline __m256 half8(V16 x, int which) {
-  __m256 halves[2];
-  std::memcpy(halves, &x, sizeof x);
-  return halves[which];
-}
-inline V16 joined8(__m256 low, __m256 high) {
-  const __m256 halves[2] = {low, high};
-  V16 x;
-  std::memcpy(&x, halves, sizeof x);
-  return x;
-}
 inline V16 fma16(V16 a, V16 b, V16 c) {
 #ifdef BATON_AVX512
   return (V16)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
@@ -41,50 +79,33 @@ inline V16 fma16(V16 a, V16 b, V16 c) {
                  _mm256_fmadd_ps(half8(a, 1), half8(b, 1), half8(c, 1)));
 #endif
 }
-// a > b ? a : b and a < b ? a : b; not written so, because gcc 12 takes such choices of two halves apart to single floats.
-inline V16 max16(V16 a, V16 b) {
-#ifdef BATON_AVX512
-  return a > b ? a : b;
-#else
-  return joined8(_mm256_max_ps(half8(a, 0), half8(b, 0)), _mm256_max_ps(half8(a, 1), half8(b, 1)));
-#endif
+
+// Of a where the mask is set, else of b.
+template <class Mask, class Vector>
+inline Vector chosen(Mask mask, Vector a, Vector b) {
+  if constexpr (std::is_class_v<Vector>)
+    return {{chosen(mask.half[0], a.half[0], b.half[0]), chosen(mask.half[1], a.half[1], b.half[1])}};
+  else
+    return mask ? a : b;
 }
-inline V16 min16(V16 a, V16 b) {
-#ifdef BATON_AVX512
-  return a < b ? a : b;
-#else
-  return joined8(_mm256_min_ps(half8(a, 0), half8(b, 0)), _mm256_min_ps(half8(a, 1), half8(b, 1)));
-#endif
-}
+inline V16 max16(V16 a, V16 b) { return chosen(a > b, a, b); }
+inline V16 min16(V16 a, V16 b) { return chosen(a < b, a, b); }
 // x in lanes first..last, `other` elsewhere.
 inline V16 within16(V16 x, int32_t first, int32_t last, float other) {
   const I16 lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-#ifdef BATON_AVX512
-  return (lane >= first) & (lane <= last) ? x : all16(other);
-#else
-  __m256i lanes[2];
-  std::memcpy(lanes, &lane, sizeof lane);
-  __m256 halves[2];
-  for (int i = 0; i < 2; i++) {
-    const __m256i before = _mm256_cmpgt_epi32(_mm256_set1_epi32(first), lanes[i]);
-    const __m256i outside = _mm256_or_si256(before, _mm256_cmpgt_epi32(lanes[i], _mm256_set1_epi32(last)));
-    halves[i] = _mm256_blendv_ps(half8(x, i), _mm256_set1_ps(other), _mm256_castsi256_ps(outside));
-  }
-  return joined8(halves[0], halves[1]);
-#endif
+  return chosen((lane >= first) & (lane <= last), x, all16(other));
 }
 // Halves are put together until one is left.
 template <class Join>
 inline float joined16(V16 x, Join join) {
   using I4 = int32_t __attribute__((vector_size(16)));
-  using V8 = float __attribute__((vector_size(32)));
   using V4 = float __attribute__((vector_size(16)));
-  V8 halves[2];
-  std::memcpy(halves, &x, sizeof x);
-  const V8 eight = join(halves[0], halves[1]);
-  V4 quarters[2];
-  std::memcpy(quarters, &eight, sizeof eight);
-  V4 four = join(quarters[0], quarters[1]);
+  const auto quarter = [&](int which) {
+    V4 four;
+    std::memcpy(&four, (const char*)&x + which * sizeof four, sizeof four);
+    return four;
+  };
+  V4 four = join(join(quarter(0), quarter(2)), join(quarter(1), quarter(3)));
   four = join(four, __builtin_shuffle(four, I4{2, 3, 0, 1}));
   four = join(four, __builtin_shuffle(four, I4{1, 0, 3, 2}));
   return four[0];

@@ -151,7 +151,7 @@ template <int64_t F, class T>
   V16 total{}, zeros{};
   for (int i = 0; i < 4; i++) {
     V16 p = power_of_two(x[i] - maximum);
-    total += p;
+    total = total + p;
     if (has_zeros(F)) zeros = fma16(p, load16(span.value_zero + i * 16), zeros);
     if (has_scales(F)) p = p * load16(span.value_scale + i * 16);
     put(weights + i * 16, p);

@@ -44,7 +44,7 @@ V16 log16(V16 x) {
   const V16 s = (mantissa - 1) / (mantissa + 1), square = s * s;
   V16 series = all16(2.0f / 9);
   for (const float c : {2.0f / 7, 2.0f / 5, 2.0f / 3, 2.0f}) series = fma16(series, square, all16(c));
-  return fma16(__builtin_convertvector(exponent, V16), all16(0.693147181f), s * series);
+  return fma16((V16)(exponent + (I16)all16(ROUNDER)) - ROUNDER, all16(0.693147181f), s * series);
 }
 
 // exp(x) for x <= 0, exactly 1 at 0, exactly 0 below -87; within one unit in the last place.
