@@ -7,9 +7,9 @@ round, of a size the dense model's.
 """
 
 if not __package__:  # started by its path
-    from lib.as_module import run_to_end
+    from lib.as_module import run
 
-    run_to_end()
+    run()
 
 import sys
 import tempfile

@@ -133,7 +133,7 @@ def test_a_config_as_transformers_reads_it(tmp_path, name, changes, written):
     values = json.loads(path.read_text()) | written
     path.write_text(json.dumps({key: value for key, value in values.items() if value is not None}))
     reference = getattr(transformers, f"{prefix}ForCausalLM").from_pretrained(tmp_path).eval()
-    logits = Hand(load_model(EngineConfig(tmp_path))).step({"a": ids})["a"]
+    logits = ManualBatch(load_model(EngineConfig(tmp_path))).step({"a": ids})["a"]
     torch.testing.assert_close(logits, theirs(reference, ids), atol=TOLERANCE, rtol=0)
 
 

@@ -44,11 +44,11 @@ def test_a_gptq_folder_is_read(tmp_path, options):
 
 def test_a_gptq_version_by_its_other_name(tmp_path):
     """GPTQModel reads `format` too; each zero point was off by one."""
-    model = published.dense_folder(tmp_path)
-    meanings = published.write_gptq(tmp_path, sym=False, version="gptq_v2")
+    model = quantized_folders.dense_folder(tmp_path)
+    meanings = quantized_folders.write_gptq(tmp_path, sym=False, version="gptq_v2")
     config = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
     config["format"] = config.pop("checkpoint_format")
-    published.change_config(tmp_path, quantization_config=config)
+    quantized_folders.change_config(tmp_path, quantization_config=config)
     assert_same_logits(tmp_path, model, meanings)
 
 
