@@ -29,7 +29,12 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--gpu", action="store_true", help="check this GPU host instead, within twelve minutes: no stack needs to run"
     )
-    parser.add_argument("--model", type=Path, metavar="DIR", help="with --gpu: a model folder to try, too")
+    parser.add_argument(
+        "--model",
+        type=Path,
+        metavar="DIR",
+        help="with --gpu: a model folder, which an engine tries beside transformers",
+    )
 
 
 def run(args: argparse.Namespace) -> int:

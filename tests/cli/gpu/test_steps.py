@@ -21,6 +21,7 @@ from baton.cli.cluster import up
 from baton.cli.gpu.random_engine import RandomEngine
 from baton.cli.gpu.steps import copies, engine, faults, graphs, groups, host, kernels, workers
 from baton.cli.gpu.steps import model as model_step
+from baton.cli.launch.stack import SHIPPED_MODEL
 from baton.engine import kernels as triton_kernels
 from baton.engine.core.device import GIB
 from kvtransfer.memory.cuda_runtime import CudaRuntime
@@ -355,10 +356,10 @@ class Stacks(list):
     """The flags of each stack that a step starts; what `baton up` does not take ends the test."""
 
     @contextmanager
-    def __call__(self, folder, *flags):
+    def __call__(self, *flags):
         parser = argparse.ArgumentParser()
         up.add_parser(parser.add_subparsers())
-        parser.parse_args(["up", "--model", str(folder), *flags])
+        parser.parse_args(["up", *flags])
         self.append(flags)
         yield "target", None
 
@@ -372,6 +373,26 @@ def test_a_split_stack_answers_as_a_whole_one(monkeypatch, tmp_path, answers, wr
     table = Table()
     workers.check(table, tmp_path)
     assert table.wrong == wrong and [("always" in flags) for flags in stacks] == [True, False]
+
+
+@pytest.mark.parametrize("step", [workers, faults, groups], ids=["workers", "faults", "groups"])
+def test_workers_are_started_with_the_demo_model(monkeypatch, tmp_path, step):
+    """A given one that fits once on a GPU, or takes longer to read than a step has, was called a failure."""
+    started = []
+
+    def up(argv, **options):
+        started.append(argv)
+        raise InterruptedError
+
+    monkeypatch.setattr(workers.subprocess, "Popen", up)
+    monkeypatch.setattr(faults, "_lost_device", lambda say, faulty: None)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    loaded = []
+    monkeypatch.setattr(groups, "found_with", lambda folder, degree: loaded.append(folder) or TWO)
+    with pytest.raises(InterruptedError):
+        step.check(Table(), tmp_path)
+    assert started[0][started[0].index("--model") + 1] == str(SHIPPED_MODEL)
+    assert set(loaded) <= {SHIPPED_MODEL}
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,6 @@ from pathlib import Path
 
 from baton.cli.gpu.check import Say
 from baton.cli.gpu.steps.workers import answer, stack
-from baton.cli.launch.stack import SHIPPED_MODEL
 
 WITHIN_S = 1.0
 # An index outside a tensor stops the kernel; afterwards every call of the process fails, as after a hardware fault.
@@ -34,7 +33,7 @@ sys.exit(3)
 
 def check(say: Say, model: Path | None, faulty: str = FAULTY) -> None:
     _lost_device(say, faulty)
-    _lost_worker(say, model)
+    _lost_worker(say)
 
 
 def _lost_device(say: Say, faulty: str) -> None:
@@ -49,12 +48,8 @@ def _lost_device(say: Say, faulty: str) -> None:
     say("a kernel's fault", is_right, f"the process ended with {done.returncode} after {seconds:.2f} s")
 
 
-def _lost_worker(say: Say, model: Path | None) -> None:
-    folder = model or SHIPPED_MODEL
-    if not Path(folder).is_dir():
-        say("a killed prefill worker", None, "there is no demo model here: give --model DIR")
-        return
-    with stack(folder, "--prefill", "1", "--decode", "1") as (target, process):
+def _lost_worker(say: Say) -> None:
+    with stack("--prefill", "1", "--decode", "1") as (target, process):
         before = answer(target)
         for pid in _children(process.pid, "prefill_worker"):
             os.kill(pid, signal.SIGKILL)

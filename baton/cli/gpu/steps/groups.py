@@ -1,5 +1,5 @@
-"""Step 8: check a worker of two ranks on two GPUs: its sums in captured steps and through the GPUs' memory, its tokens
-against those of one GPU, and its KV handed to a worker of one rank."""
+"""Step 8: check a worker of two ranks on two GPUs, with the demo model: its sums in captured steps and through the
+GPUs' memory, its tokens against those of one GPU, and its KV handed to a worker of one rank."""
 
 import gc
 from pathlib import Path
@@ -31,20 +31,18 @@ class Continuation(NamedTuple):
 
 
 def check(say: Say, model: Path | None) -> None:
-    folder, count = model or SHIPPED_MODEL, torch.cuda.device_count()
+    count = torch.cuda.device_count()
     if count < 2:
         say("two ranks", None, f"need two GPUs, and {count} can be seen")
-    elif not Path(folder).is_dir():
-        say("two ranks", None, "there is no demo model here: give --model DIR")
     else:
-        _sums(say, folder)
+        _sums(say)
         _give_back()
-        _handoff(say, folder)
+        _handoff(say)
 
 
-def _sums(say: Say, folder: Path) -> None:
+def _sums(say: Say) -> None:
     try:
-        found = found_with(folder, 2)
+        found = found_with(SHIPPED_MODEL, 2)
     except ValueError as error:
         say("two ranks", False, str(error))
         return
@@ -61,7 +59,7 @@ def _sums(say: Say, folder: Path) -> None:
         None if found.why_no_peers else True,
         found.why_no_peers or "with the bits of NCCL's way",
     )
-    alone = found_with(folder, 1).token_ids
+    alone = found_with(SHIPPED_MODEL, 1).token_ids
     is_right = bool(alone) and found.token_ids == alone
     say("tokens of one GPU", is_right, f"{len(alone)} tokens" if is_right else f"{found.token_ids[:8]} and {alone[:8]}")
 
@@ -105,11 +103,11 @@ def _continued(engine: Engine) -> list[int]:
                     return token_ids
 
 
-def _handoff(say: Say, folder: Path) -> None:
+def _handoff(say: Say) -> None:
     ranks = ("--prefill.tensor-parallel", "2")
-    with stack(folder, "--prefill", "1", "--decode", "1", "--gateway.split", "always", *ranks) as (target, _):
+    with stack("--prefill", "1", "--decode", "1", "--gateway.split", "always", *ranks) as (target, _):
         split = answer(target)
-    with stack(folder, "--prefill", "0", "--decode", "1") as (target, _):
+    with stack("--prefill", "0", "--decode", "1") as (target, _):
         whole = answer(target)
     is_right = bool(whole) and split == whole
     text = f"{len(whole)} characters" if is_right else f"{split[:60]!r} and {whole[:60]!r}"
