@@ -2,7 +2,9 @@
 on a CPU replayed by computing again, with Triton's interpreter for attention."""
 
 import os
+from contextlib import nullcontext
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -147,3 +149,26 @@ def test_the_ladder_of_batch_sizes_has_small_steps():
     assert all(large - small <= max(8, small // 8) for small, large in zip(sizes, sizes[1:], strict=False))
     assert chunk_sizes(8192) == [64, 128, 192, 256, 320, 384, 448, 512] and chunk_sizes(130) == [64, 128]
     assert widths(False, None) == [1] and widths(True, 4) == [1, 5] and widths(True, None)[-1] == 17
+
+
+def test_all_captures_are_warmed_on_one_stream(monkeypatch):
+    """torch keeps a workspace of cuBLAS for each stream, which nobody has measured."""
+    made, warmed = [], []
+
+    def stream():
+        made.append(SimpleNamespace(wait_stream=lambda other: None))
+        return made[-1]
+
+    def on(stream):
+        warmed.append(stream)
+        return nullcontext()
+
+    current = SimpleNamespace(wait_stream=lambda other: None)
+    stand_in = dict(Stream=stream, stream=on, current_stream=lambda: current, graph_pool_handle=lambda: 0)
+    stand_in |= dict(CUDAGraph=lambda: SimpleNamespace(replay=None), graph=lambda *given, **options: nullcontext())
+    for name, value in stand_in.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    capture = CudaCapture()
+    for _ in range(3):
+        capture(tuple)
+    assert len(warmed) == 3 and len(made) == 1
