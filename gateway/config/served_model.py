@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from baton.protocol import MAX_INPUTS, MAX_PROMPT_LOGPROBS
+from gateway.config.adapter_tenants import AdapterTenants
 from gateway.config.slo_classes import BUILT_IN
 from gateway.model.model_folder import Defaults
 
@@ -65,17 +66,12 @@ class ServedModel:
     lengths: tuple[int, ...] = ()
     # Adapters that decode workers hold: identity by name.
     adapters: Mapping[str, bytes] = field(default_factory=dict[str, bytes])
-    # Tenants that may name an adapter; all may name one that is not in here.
-    adapter_tenants: Mapping[str, frozenset[str]] = field(default_factory=dict[str, frozenset[str]])
+    adapter_tenants: AdapterTenants = field(default_factory=AdapterTenants)
 
     def seen_by(self, tenant: str) -> "ServedModel":
         """Return the model with only the adapters that a tenant may name."""
-        if not self.adapters or not self.adapter_tenants:
-            return self
-        allowed = {
-            name: each for name, each in self.adapters.items() if tenant in self.adapter_tenants.get(name, {tenant})
-        }
-        return replace(self, adapters=allowed)
+        allowed = {name: each for name, each in self.adapters.items() if self.adapter_tenants.may_name(tenant, name)}
+        return self if len(allowed) == len(self.adapters) else replace(self, adapters=allowed)
 
     def find(self, asked: str) -> bytes | None:
         """Return the identity of the adapter that a request names, by its name or as `model:adapter`; b"" for the model

@@ -4,13 +4,14 @@ import asyncio
 import contextlib
 import logging
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 from baton.protocol import ADAPTER_BYTES, CONSTRAINTS, PROMPT_LOGPROBS, check_model_name
 from baton.service.clock import now
 from baton.service.errors import InvalidRequest, NoWorker
 from baton.service.logs import fields
 from baton.v1 import worker_pb2 as pb
+from gateway.config.adapter_tenants import AdapterTenants
 from gateway.config.served_model import PRESETS, ServedModel
 from gateway.config.settings import GatewaySettings
 from gateway.discovery.worker_directory import stack_of
@@ -42,7 +43,7 @@ class ModelFleet:
         links: Callable[[str], Sequence[WorkerLink]],
         identities: ModelIdentities,
         slo_classes: frozenset[str],
-        adapter_tenants: Mapping[str, frozenset[str]],
+        adapter_tenants: AdapterTenants,
         secret: bytes | None = None,
         required_identity: bytes = b"",
     ):

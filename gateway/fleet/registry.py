@@ -12,7 +12,7 @@ from baton.service.logs import fields
 from baton.service.observe.core_wait import EventLoopWatch
 from baton.service.security.access import Access
 from baton.v1 import worker_pb2 as pb
-from gateway.config.adapter_tenants import read_adapter_tenants
+from gateway.config.adapter_tenants import AdapterTenants
 from gateway.config.networks import Networks
 from gateway.config.settings import GatewaySettings
 from gateway.config.slo_classes import read_classes
@@ -51,7 +51,7 @@ class Registry:
         self._on_change = on_change
         self._settings, self._index, self._secret = settings, index, secret
         self.slo_classes = read_classes(settings.slo_classes)
-        self._adapter_tenants = read_adapter_tenants(settings.adapter_tenants)
+        self._adapter_tenants = AdapterTenants(settings.adapter_tenants)
         self._identities = settings.model_identities()
         self._replaced: dict[bytes, str] = {}  # identity of a model that is no longer served -> the name it had
         self._fleet_of: dict[WorkerLink, ModelFleet] = {}  # by the worker's last Hello that was not refused
