@@ -135,7 +135,8 @@ class HttpConnection(HttpToolsProtocol):
         self._has_begun_head = True
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        super().on_header(name, value)
+        if not self._in_body:  # a trailer is no header (RFC 9110, 6.5.1): a proxy that sets or removes one misses it
+            super().on_header(name, value)
         self._num_headers += 1
         if self._num_headers > MAX_METADATA_PAIRS or sum(map(_size, self.headers)) > MAX_METADATA_BYTES:
             self._num_head_bytes = MAX_METADATA_BYTES + 1

@@ -311,6 +311,17 @@ async def test_a_body_that_is_no_http_is_told_so(served):
         assert (found, value["error"]["param"], headers["connection"]) == (400, "head", "close")
 
 
+@pytest.mark.parametrize("trailer", [b"x-request-timeout: 0", b"host: evil.example"])
+async def test_what_comes_behind_a_body_is_no_header(served, trailer):
+    """A proxy that removes or sets headers does not see it. It held where it came with the head in one piece."""
+    ask = HEAD + b"connection: close\r\ntransfer-encoding: chunked\r\n\r\n%x\r\n" % len(ASK) + ASK + b"\r\n0\r\n"
+    async with served() as (c, _):
+        plain, told = [decoded(await said(c, ask + more + b"\r\n"))[::2] for more in (b"", trailer + b"\r\n")]
+        assert plain[0] == told[0] == 200
+        found, _, value = decoded(await said(c, ask + 70 * b"x-a: 1\r\n" + b"\r\n"))
+        assert (found, value["error"]["param"]) == (431, "head")
+
+
 H2C = b"connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nhttp2-settings: AAEAAEAAAAIAAAAA\r\n"
 
 
