@@ -64,7 +64,6 @@ inline void read_scales(const Pool& pool, int64_t block_id, int64_t row, int j, 
   }
 }
 
-inline void pair_up(const float* rows, int64_t size, uint32_t* to) { std::memcpy(to, rows, SPAN * size * 4); }
 inline void pair_up(const uint16_t* rows, int64_t size, uint32_t* to) {
   for (int j = 0; j < SPAN; j += 2)
     for (int64_t i = 0; i < size; i++)
@@ -85,11 +84,13 @@ inline void prefetch(const Pool& pool, const Sequence& seq, int64_t layer, int64
   }
 }
 
-// Positions [begin, begin + 64) of one head; what is behind `kv_len` is zero.
+// Positions [begin, begin + 64) of one head, by way of `rows`; what is behind `kv_len` is zero.
 template <int64_t F, class T>
 void unpack(const Pool& pool, const Sequence& seq, int64_t layer, int64_t head, int64_t begin, T* rows, Span<T>& span) {
   const int64_t size = pool.head_dim, count = std::min<int64_t>(SPAN, seq.kv_len - begin);
+  constexpr bool in_pairs = sizeof(T) == 2;
   for (int kind = 0; kind < 2; kind++) {
+    T* to = kind && !in_pairs ? (T*)span.values : rows;
     float* scale = kind ? span.value_scale : span.key_scale;
     float* zero = kind ? span.value_zero : span.key_zero;
     for (int64_t j = 0; j < count;) {
@@ -98,17 +99,17 @@ void unpack(const Pool& pool, const Sequence& seq, int64_t layer, int64_t head, 
       const int64_t block_id = seq.block_ids[position / pool.block_size];
       const int64_t row = pool.row(layer, kind, head) + offset;
       const uint8_t* stored = pool.values(block_id, row);
-      for (int64_t i = 0; i < run; i++) expand<F>(stored + i * pool.row_bytes, size, rows + (j + i) * size);
+      for (int64_t i = 0; i < run; i++) expand<F>(stored + i * pool.row_bytes, size, to + (j + i) * size);
       read_scales<F>(pool, block_id, row, j, run, scale, zero);
       j += run;
     }
-    std::memset(rows + count * size, 0, (SPAN - count) * size * sizeof(T));
+    std::memset(to + count * size, 0, (SPAN - count) * size * sizeof(T));
     std::fill(scale + count, scale + SPAN, 0.0f);
     std::fill(zero + count, zero + SPAN, 0.0f);
-    if (kind)
-      pair_up(rows, size, span.values);
-    else
+    if (!kind)
       transpose((const uint32_t*)rows, size * sizeof(T) / 4, span.keys);
+    else if constexpr (in_pairs)
+      pair_up(rows, size, span.values);
   }
 }
 

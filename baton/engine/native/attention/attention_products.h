@@ -42,8 +42,21 @@ inline void transpose(const uint32_t* rows, int64_t words, uint32_t* to) {
     }
   }
 #else
-  for (int64_t column = 0; column < words; column++)
-    for (int j = 0; j < SPAN; j++) to[column * SPAN + j] = rows[j * words + column];
+  using W4 = uint32_t __attribute__((vector_size(16)));
+  for (int64_t column = 0; column < words; column += 4)  // head_dim is a multiple of 16
+    for (int j = 0; j < SPAN; j += 4) {
+      W4 a[4], b[4];
+      for (int i = 0; i < 4; i++) std::memcpy(&a[i], rows + (j + i) * words + column, sizeof a[i]);
+      for (int i = 0; i < 2; i++) {
+        b[2 * i] = __builtin_shuffle(a[i], a[i + 2], W4{0, 4, 1, 5});
+        b[2 * i + 1] = __builtin_shuffle(a[i], a[i + 2], W4{2, 6, 3, 7});
+      }
+      for (int i = 0; i < 2; i++) {
+        a[2 * i] = __builtin_shuffle(b[i], b[i + 2], W4{0, 4, 1, 5});
+        a[2 * i + 1] = __builtin_shuffle(b[i], b[i + 2], W4{2, 6, 3, 7});
+      }
+      for (int i = 0; i < 4; i++) std::memcpy(to + (column + i) * SPAN + j, &a[i], sizeof a[i]);
+    }
 #endif
 }
 
