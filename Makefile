@@ -177,7 +177,8 @@ $(STAMPS)/load: $(STAMPS)/install
 	@touch $@
 
 # Without NATIVE llama.cpp takes AVX2, FMA, F16C and BMI2. pip would keep a build for the next tier.
-LLAMA_FLAGS = $(if $(ISA),-DGGML_NATIVE=OFF $(if $(filter x86-64-v4,$(ISA)),-DGGML_AVX512=ON),-DGGML_NATIVE=ON)
+LLAMA_FLAGS = $(if $(ISA),-DGGML_NATIVE=OFF $(if $(filter x86-64-v4 avx512-vnni,$(ISA)),-DGGML_AVX512=ON) \
+	$(if $(filter avx512-vnni,$(ISA)),-DGGML_AVX512_VNNI=ON),-DGGML_NATIVE=ON)
 $(STAMPS)/peers$(if $(ISA),-$(ISA)): | $(STAMPS)/venv
 	@echo "building llama.cpp"
 	@test -x $(PEERS_VENV)/bin/python || $(PYTHON) -m venv $(PEERS_VENV)

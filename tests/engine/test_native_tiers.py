@@ -51,9 +51,10 @@ OWN = available()
         (V3.replace("f16c", ""), 0),
         (V3, 1),
         (f"{V3} avx512_vnni avx512_bf16", 1),
-        (f"{V4} avx512_vnni", 2),
-        (f"{V4} avx512_vnni avx512_bf16 amx_tile", 3),
-        (f"{V4} avx512_vnni avx512_bf16 amx_tile amx_int8 amx_bf16", 4),
+        (V4, 2),
+        (f"{V4} avx512_vnni", 3),
+        (f"{V4} avx512_vnni avx512_bf16 amx_tile", 4),
+        (f"{V4} avx512_vnni avx512_bf16 amx_tile amx_int8 amx_bf16", 5),
     ],
 )
 def test_tiers_of_a_processor(flags, count):
@@ -86,7 +87,7 @@ def test_a_cap_is_kept(monkeypatch):
     assert available() == OWN[:1]
 
 
-@pytest.mark.parametrize(("permitted", "count"), [(True, 4), (False, 3)])
+@pytest.mark.parametrize(("permitted", "count"), [(True, 5), (False, 4)])
 def test_tiles_that_linux_does_not_permit_are_not_taken(tmp_path, monkeypatch, permitted, count):
     cpuinfo = tmp_path / "cpuinfo"
     cpuinfo.write_text(f"flags\t\t: {V4} avx512_vnni avx512_bf16 amx_tile amx_int8 amx_bf16\n")

@@ -11,7 +11,8 @@
 
 #ifdef __aarch64__
 #include "avx2_on_neon.h"
-#define BATON_DOT  // signed products of four int8 in one instruction, in vectors of 32 bytes
+#define BATON_DOT         // products of four int8 in one instruction, in vectors of 32 bytes
+#define BATON_SIGNED_DOT  // whose weights are signed
 #ifdef __ARM_FEATURE_MATMUL_INT8
 #define BATON_MATMUL  // and of two rows of eight by two
 #endif
@@ -20,6 +21,9 @@
 #endif
 #else
 #include <immintrin.h>
+#if defined(__AVX512VNNI__) && !defined(__AVX512BF16__)
+#define BATON_DOT
+#endif
 #endif
 
 #if defined(__AVX512BW__) && defined(__AVX512VL__)

@@ -41,9 +41,16 @@ TIERS = (
         "AVX-512",
     ),
     Tier(
+        "avx512-vnni",
+        "x86_64",
+        frozenset(["avx512_vnni"]),
+        ("-march=x86-64-v4", "-mavx512vnni"),
+        "AVX-512 with VNNI",
+    ),
+    Tier(
         "avx512-vnni-bf16",
         "x86_64",
-        frozenset(("avx512_vnni", "avx512_bf16")),
+        frozenset(["avx512_bf16"]),
         ("-march=x86-64-v4", "-mavx512vnni", "-mavx512bf16"),
         "AVX-512 with VNNI and BF16",
     ),

@@ -54,7 +54,7 @@ struct Linear {
 };
 
 // What multiplies an int8 value in place of a weight of zero. Signed products take the bytes of U8 as q.
-#ifdef BATON_DOT
+#ifdef BATON_SIGNED_DOT
 inline int32_t zero_of(const Linear& linear) { return linear.kind == U4 ? 8 : 0; }
 #else
 inline int32_t zero_of(const Linear& linear) { return linear.kind == U4 ? 8 : 128; }

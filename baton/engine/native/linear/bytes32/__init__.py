@@ -1,1 +1,1 @@
-"""Linear kernels in vectors of 32 bytes: AVX2, AVX-512 without VNNI and BF16, NEON."""
+"""Linear kernels in vectors of 32 bytes: AVX2, AVX-512 without BF16, NEON."""

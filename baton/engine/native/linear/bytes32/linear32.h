@@ -1,4 +1,4 @@
-// Shared by the linear kernels of 32 byte vectors (AVX2, AVX-512 without VNNI and BF16, NEON).
+// Shared by the linear kernels of 32 byte vectors (AVX2, AVX-512 without BF16, NEON).
 //
 // One row streams the panel as it is stored. More rows take it in chunks of inputs and slices of 16 outputs, each unpacked
 // to what the multipliers take where the first cache holds it; tiles of up to 6 rows and 16 outputs go through it with 12
