@@ -49,6 +49,23 @@ def test_noise_is_that_of_torch():
     assert drawn(logits, rows) == wanted(logits, rows)
 
 
+def test_a_nucleus_of_many_is_that_of_torch():
+    """Those that a nearly flat vocabulary leaves, also with equal scores where it is cut."""
+    logits = torch.randn(1, 60_000, generator=torch.Generator().manual_seed(3))
+    for scores in (logits, (4 * logits).round() / 4):
+        for seed, filters in enumerate((dict(top_p=0.95), dict(top_p=0.5), dict(min_p=0.02), dict(top_p=0.9, min_p=0.1))):
+            rows = [SampleRow(SamplingParams(temperature=1.5, seed=seed, **filters), 0, at) for at in range(3)]
+            assert drawn(scores.expand(3, -1), rows) == wanted(scores.expand(3, -1), rows)
+
+
+@pytest.mark.parametrize("token_id", [-1, 100, 5_000_000])
+def test_a_ban_of_a_token_that_the_logits_lack_bans_nothing(token_id):
+    """It wrote outside of them."""
+    logits = torch.randn(1, 100)
+    bans = SampleRow(SamplingParams(seed=1), 0, 5, min_tokens_left_bans=frozenset([token_id]))
+    assert drawn(logits, [bans]) == drawn(logits, [SampleRow(SamplingParams(seed=1), 0, 5)])
+
+
 def test_a_row_is_alone():
     rows = make_rows(*MIXED, *(dict(temperature=0.8, seed=3, **each) for each in FILTERS[5:8]))
     logits = torch.randn(len(rows), 300)

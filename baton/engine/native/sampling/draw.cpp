@@ -99,6 +99,7 @@ void change(const SampleRow& row, float* scores, int64_t size) {
   const float repetition = float(row.repetition), presence = float(row.presence), frequency = float(row.frequency);
   for (int64_t i = 0; i < row.num_changes; i++) {
     const Change& of = row.changes[i];
+    if (of.token_id < 0 || of.token_id >= size) continue;
     float& score = scores[of.token_id];
     if (of.count & SEEN) score = score < 0 ? score * repetition : score / repetition;
     if (const int32_t count = of.count & (SEEN - 1)) score -= presence + frequency * float(count);
@@ -148,35 +149,45 @@ void cut_to_k(int64_t top_k, std::vector<Candidate>& all) {
   all.erase(std::remove_if(all.begin(), all.end(), [&](const Candidate& of) { return of.score < worst; }), all.end());
 }
 
-// What holds `kept_mass` of all probability, best first: see nucleus() of sampling/filters.py.
-void cut_to_nucleus(float kept_mass, float highest, std::vector<Candidate>& all) {
-  static thread_local std::vector<int64_t> masses;
-  const int64_t size = int64_t(all.size());
-  masses.resize(size);
+// In units of 2^-40 of the best one's probability, to masses [size]; returns their sum, which has no order.
+int64_t weigh(const Candidate* from, int64_t size, float highest, int64_t* masses) {
   int64_t total = 0;
   for (int64_t i = 0; i < size; i += 16) {
     const int64_t end = std::min(i + 16, size);
     V16 scores = all16(-INFINITY);
-    for (int64_t j = i; j < end; j++) scores[j - i] = all[j].score - highest;
+    for (int64_t j = i; j < end; j++) scores[j - i] = from[j].score - highest;
     const V16 found = exp16(scores) * WHOLE;
     for (int64_t j = i; j < end; j++) total += masses[j] = int64_t(found[j - i]);
   }
-  const int64_t target = std::max<int64_t>(1, int64_t(std::ceil(double(kept_mass) * double(total))));
+  return total;
+}
+
+// The best that hold `kept_mass` of all probability, in no order: see nucleus() of sampling/filters.py.
+void cut_to_nucleus(float kept_mass, float highest, std::vector<Candidate>& all) {
+  static thread_local std::vector<int64_t> masses;
+  const int64_t size = int64_t(all.size());
+  masses.resize(size);
+  const int64_t total = weigh(all.data(), size, highest, masses.data());
+  int64_t missing = std::max<int64_t>(1, int64_t(std::ceil(double(kept_mass) * double(total))));
   // Those within a distance of the best one that have enough of it; of a whole vocabulary they are few.
   for (const float distance : {4.0f, 8.0f, 16.0f, float(INFINITY)}) {
     int64_t mass = 0;
     for (int64_t i = 0; i < size; i++) mass += all[i].score >= highest - distance ? masses[i] : 0;
-    if (mass < target && distance < INFINITY) continue;
+    if (mass < missing && distance < INFINITY) continue;
     const auto is_far = [&](const Candidate& of) { return of.score < highest - distance; };
     all.erase(std::remove_if(all.begin(), all.end(), is_far), all.end());
     break;
   }
-  std::sort(all.begin(), all.end(), before);
-  int64_t mass = 0;
-  size_t kept = 0;
-  while (kept < all.size() && mass < target)
-    mass += int64_t(probability(all[kept++].score, highest) * WHOLE);
-  all.resize(kept);
+  // Those before `begin` stay, which is too little; those from `end` on go. A sort of all took 10.6 ms of 152k flat logits, this 3.9.
+  int64_t begin = 0, end = int64_t(all.size());
+  while (end - begin > 1) {
+    const int64_t middle = (begin + end) / 2;
+    std::nth_element(all.begin() + begin, all.begin() + middle, all.begin() + end, before);
+    const int64_t mass = weigh(all.data() + begin, middle - begin, highest, masses.data());
+    if (mass >= missing) end = middle;
+    else missing -= mass, begin = middle;
+  }
+  all.resize(end);
 }
 
 int64_t draw_filtered(const SampleRow& row, uint64_t key, const float* scores, int64_t size) {
@@ -187,16 +198,19 @@ int64_t draw_filtered(const SampleRow& row, uint64_t key, const float* scores, i
   if (0 < row.top_k && row.top_k < size) cut_to_k(row.top_k, left);
   if (row.kept_mass < 1) cut_to_nucleus(float(row.kept_mass), highest, left);
   if (row.least_ratio > 0) {
-    const auto is_rare = [&](const Candidate& of) { return !(probability(of.score, highest) >= float(row.least_ratio)); };
+    const float ratio = float(row.least_ratio), far = std::log(ratio) - 0.01f;  // most need no exponential
+    const auto is_rare = [&](const Candidate& of) {
+      return of.score - highest < far || !(probability(of.score, highest) >= ratio);
+    };
     left.erase(std::remove_if(left.begin(), left.end(), is_rare), left.end());
   }
   if (left.empty()) return 0;
-  int64_t best = left[0].token_id;
-  double most = -INFINITY;
+  const auto noisy = [&](const Candidate& of) { return double(of.score) + exact_noise(key, of.token_id); };
+  Candidate best = *std::min_element(left.begin(), left.end(), before);
+  double most = noisy(best);
   for (const Candidate& of : left)
-    if (const double score = double(of.score) + exact_noise(key, of.token_id); score > most)
-      most = score, best = of.token_id;
-  return best;
+    if (const double score = noisy(of); score > most) most = score, best = of;
+  return best.token_id;
 }
 
 }  // namespace
