@@ -5,6 +5,7 @@
 #include <atomic>
 #include <cstdint>
 #include <cstring>
+#include <memory>
 #include <vector>
 
 #include <omp.h>
@@ -73,22 +74,28 @@ inline std::atomic<int64_t> scratch_bytes{0};  // of all threads
 
 // A kernel's memory, which its thread keeps as long as it lives: OpenMP ends those that a smaller team leaves over.
 struct Scratch {
-  std::vector<char> bytes;
+  std::unique_ptr<char[]> bytes;
+  int64_t size = 0;
 
   Scratch() = default;
   Scratch(const Scratch&) = delete;
-  ~Scratch() { scratch_bytes -= bytes.capacity(); }
+  ~Scratch() { free(); }
+
+  void free() {
+    bytes.reset();
+    scratch_bytes -= size, size = 0;
+  }
 };
 
-// Memory of the calling thread that only grows, aligned to a cache line.
-inline char* scratch(Scratch& memory, size_t num_bytes) {
-  std::vector<char>& bytes = memory.bytes;
-  if (bytes.size() < num_bytes + LINE) {
-    scratch_bytes -= bytes.capacity();
-    bytes.resize(num_bytes + LINE);
-    scratch_bytes += bytes.capacity();
+// Memory of the calling thread that only grows, aligned to a cache line. What was there is lost where it does.
+inline char* scratch(Scratch& memory, int64_t num_bytes) {
+  if (memory.size < num_bytes + LINE) {
+    memory.free();
+    const int64_t size = rounded_up(num_bytes + LINE, 4096);
+    memory.bytes.reset(new char[size]);
+    scratch_bytes += memory.size = size;
   }
-  return reinterpret_cast<char*>((reinterpret_cast<uintptr_t>(bytes.data()) + LINE - 1) & ~uintptr_t(LINE - 1));
+  return reinterpret_cast<char*>(rounded_up(reinterpret_cast<intptr_t>(memory.bytes.get()), LINE));
 }
 
 #ifdef BATON_AVX512

@@ -76,6 +76,18 @@ def test_scratch_of_threads_that_have_ended_is_not_counted():
     assert len(set(seen)) < len(seen), "larger each time"
 
 
+@pytest.mark.skipif(native.library() is None, reason=native.unavailable() or "there")
+def test_scratch_that_grows_takes_what_is_needed():
+    """One row more took twice the memory."""
+    kernel = PackedLinear(DenseWeight(torch.randn(64, 4096)), None, torch.float32)
+    before = activation_memory._scratch_bytes()
+    held = []
+    for num_rows in (1000, 1001):
+        kernel(torch.zeros(num_rows, 4096))
+        held.append(activation_memory._scratch_bytes() - before)
+    assert held[1] - held[0] < held[0] / 100
+
+
 @pytest.mark.parametrize("linear", ["auto", "dense"])
 def test_an_engine_takes_more_for_more_tokens(linear, tmp_path):
     model = make_model(tmp_path / "model")
