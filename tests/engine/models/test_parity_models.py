@@ -125,8 +125,8 @@ PHI = {"type": "yarn", "short_factor": SHORT, "long_factor": LONG}
     ids=["yarn-is-longrope", "normed-behind-yarn", "no-mscale", "odd-rows"],
 )
 def test_a_config_as_transformers_reads_it(tmp_path, name, changes, written):
-    """Phi-3's name of longrope, a norm behind a rope that has a factor, DeepSeek's default of 0, and heads of 13 elements
-    that its latent attention does not have."""
+    """Phi-3's name of longrope, a norm behind a rope that has a factor, DeepSeek's default of 0, and heads of 13
+    elements that its latent attention does not have."""
     prefix, ids = FAMILIES[name][0], random_ids(100, 4)
     make_folder(tmp_path, name, **changes)
     path = tmp_path / "config.json"

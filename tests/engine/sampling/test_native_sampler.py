@@ -53,7 +53,9 @@ def test_a_nucleus_of_many_is_that_of_torch():
     """Those that a nearly flat vocabulary leaves, also with equal scores where it is cut."""
     logits = torch.randn(1, 60_000, generator=torch.Generator().manual_seed(3))
     for scores in (logits, (4 * logits).round() / 4):
-        for seed, filters in enumerate((dict(top_p=0.95), dict(top_p=0.5), dict(min_p=0.02), dict(top_p=0.9, min_p=0.1))):
+        for seed, filters in enumerate(
+            (dict(top_p=0.95), dict(top_p=0.5), dict(min_p=0.02), dict(top_p=0.9, min_p=0.1))
+        ):
             rows = [SampleRow(SamplingParams(temperature=1.5, seed=seed, **filters), 0, at) for at in range(3)]
             assert drawn(scores.expand(3, -1), rows) == wanted(scores.expand(3, -1), rows)
 
