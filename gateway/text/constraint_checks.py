@@ -48,16 +48,17 @@ class ConstraintChecks:
             process, _ = self._acquire()
             self._release(process)
 
-    def known(self, constraint: Constraint) -> tuple[str, str] | None:
-        """Return the remembered result of a check as (place, reason), or None if the constraint was not checked yet."""
+    def known(self, constraint: Constraint, tenant: str) -> tuple[str, str] | None:
+        """Return the remembered result of a check as (place, reason), or None if the constraint was not checked yet for
+        this tenant: how soon an answer comes tells nobody what others have asked."""
         with self._lock:
-            return self._known.get(_digest(constraint))
+            return self._known.get(_digest(constraint, tenant))
 
-    def check(self, constraint: Constraint) -> tuple[str, str]:
+    def check(self, constraint: Constraint, tenant: str) -> tuple[str, str]:
         """Return what is wrong with a constraint as (place, reason), or ("", "") if it is good. Takes seconds at most.
 
         Raises Unavailable if the check could not be made; that is not remembered."""
-        if (problem := self.known(constraint)) is not None:
+        if (problem := self.known(constraint, tenant)) is not None:
             return problem
         try:
             grammar_of(constraint)  # raises what is wrong without compiling it
@@ -65,7 +66,7 @@ class ConstraintChecks:
         except BadConstraint as error:
             problem = error.path, error.reason
         with self._lock:
-            self._known[_digest(constraint)] = problem
+            self._known[_digest(constraint, tenant)] = problem
             while len(self._known) > _NUM_KEPT:
                 self._known.popitem(last=False)
         return problem
@@ -162,5 +163,5 @@ class _Checker:
         return found
 
 
-def _digest(constraint: Constraint) -> bytes:
-    return hashlib.sha256(json.dumps(constraint).encode()).digest()
+def _digest(constraint: Constraint, tenant: str) -> bytes:
+    return hashlib.sha256(json.dumps((tenant, constraint)).encode()).digest()

@@ -121,9 +121,9 @@ class TextWork:
             if constraint.kind == "grammar" and "::=" in constraint.text:
                 lark = await self._in_thread(partial(in_lark, constraint.text), tenant, deadline)
                 constraint = constraint._replace(text=lark)
-            problem = self._constraints.known(constraint)
+            problem = self._constraints.known(constraint, tenant)
             if problem is None:
-                work = partial(self._constraints.check, constraint)
+                work = partial(self._constraints.check, constraint, tenant)
                 problem = await self._in_thread(work, tenant, deadline, self._checks)
         except BadConstraint as error:
             problem = error.path, error.reason

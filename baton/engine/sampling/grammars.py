@@ -3,7 +3,6 @@
 import logging
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from threading import Lock
@@ -22,15 +21,16 @@ logger = logging.getLogger(__name__)
 
 
 class Grammars:
-    """Compiled grammars of one vocabulary, shared by requests. Thread-safe."""
+    """Compiled grammars of one vocabulary, shared by the requests of a tenant: how soon one begins tells nobody what
+    constraints others use. Thread-safe."""
 
     def __init__(self, vocabulary: Vocabulary):
         self.vocabulary = vocabulary
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammars")
         # Starts the thread now, so that a host without threads left fails at start and not at the first constraint.
         self._thread.submit(int).result()
-        self._kept: OrderedDict[Constraint, Future[Grammar]] = OrderedDict()
-        self._num_users: dict[Future[Grammar], Counter[bytes]] = {}  # by tenant
+        self._kept: OrderedDict[tuple[bytes, Constraint], Future[Grammar]] = OrderedDict()  # by tenant
+        self._num_users: Counter[Future[Grammar]] = Counter()
         self._lines: dict[bytes, dict[Future[Grammar], Constraint]] = {}  # by tenant: what is to be compiled, in order
         self._turns = RoundRobin[bytes](_TURN_S, MAX_CPU_S)
         self._lock = Lock()
@@ -38,28 +38,26 @@ class Grammars:
     def compile(self, constraint: Constraint, tenant: bytes) -> Future[Grammar]:
         """Return a future of a constraint's grammar, which raises BadConstraint. Call `leave` once for every call."""
         with self._lock:
-            grammar = self._kept.get(constraint)
+            key = tenant, constraint
+            grammar = self._kept.get(key)
             if grammar is None or grammar.cancelled():
-                grammar = self._kept[constraint] = Future()
+                grammar = self._kept[key] = Future()
             if not grammar.running() and not grammar.done():
                 self._lines.setdefault(tenant, {})[grammar] = constraint
                 self._thread.submit(self._compile_next)
-            self._kept.move_to_end(constraint)
+            self._kept.move_to_end(key)
             while len(self._kept) > NUM_KEPT:
                 self._kept.popitem(last=False)
-            self._num_users.setdefault(grammar, Counter())[tenant] += 1
+            self._num_users[grammar] += 1
             return grammar
 
     def leave(self, grammar: Future[Grammar], tenant: bytes) -> None:
-        """Stop using a grammar. It is not compiled in this tenant's turns any more, nor at all if nobody uses it."""
+        """Stop using a grammar of this tenant. It is not compiled any more if no request uses it."""
         with self._lock:
-            num_users = self._num_users[grammar]
-            num_users[tenant] -= 1
-            if not num_users[tenant]:
-                del num_users[tenant]
-                self._take(grammar, {tenant})
-            if not num_users:
+            self._num_users[grammar] -= 1
+            if not self._num_users[grammar]:
                 del self._num_users[grammar]
+                self._take(grammar, tenant)
                 grammar.cancel()
 
     def _compile_next(self) -> None:
@@ -69,7 +67,7 @@ class Grammars:
             if (tenant := self._turns.next(self._lines)) is None:
                 return
             grammar, constraint = next(iter(self._lines[tenant].items()))
-            self._take(grammar, self._num_users[grammar].keys())
+            self._take(grammar, tenant)
             grammar.set_running_or_notify_cancel()
         begun_at = time.monotonic()
         try:
@@ -79,13 +77,12 @@ class Grammars:
         with self._lock:
             self._turns.charge(tenant, time.monotonic() - begun_at)
 
-    def _take(self, grammar: Future[Grammar], tenants: Iterable[bytes]) -> None:
-        """Remove a grammar from what is to be compiled for these tenants."""
-        for tenant in tenants:
-            if line := self._lines.get(tenant):
-                line.pop(grammar, None)
-                if not line:
-                    del self._lines[tenant]
+    def _take(self, grammar: Future[Grammar], tenant: bytes) -> None:
+        """Remove a grammar from what is to be compiled for its tenant."""
+        if line := self._lines.get(tenant):
+            line.pop(grammar, None)
+            if not line:
+                del self._lines[tenant]
 
 
 def read_grammars(model: Path, vocab_size: int) -> Grammars | None:

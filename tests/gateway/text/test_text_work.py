@@ -180,7 +180,7 @@ async def test_a_constraint_that_is_checked_holds_up_no_chat(cluster, monkeypatc
     async with cluster() as c:
         go, begun = threading.Event(), []
 
-        def check(constraint):
+        def check(constraint, tenant):
             begun.append(constraint)
             assert go.wait(patience(20))
             return "", "is none"
