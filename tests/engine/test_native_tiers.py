@@ -201,6 +201,55 @@ def test_a_build_whose_folder_was_removed_says_what_the_compiler_said(tmp_path, 
         build.built(["g++"], TIERS[0])
 
 
+@pytest.mark.skipif(not build.available(), reason="no tier")
+def test_a_compiler_that_fails_without_a_word_is_named(tmp_path, monkeypatch):
+    """It ended the start with a traceback."""
+    monkeypatch.setenv("BATON_CACHE", str(tmp_path))
+    monkeypatch.setenv("CXX", str(script(tmp_path / "cxx", "echo >&2; exit 1")))
+    library, reason = build._load.__wrapped__()
+    assert library is None and "cxx" in reason and "non-zero exit status 1" in reason
+
+
+def test_another_version_of_the_compiler_builds_again(tmp_path, monkeypatch):
+    """One that was upgraded left the old library in use."""
+    monkeypatch.setenv("BATON_CACHE", str(tmp_path))
+    monkeypatch.setattr(compiler, "compiled", lambda command, flags, folder: Path(shutil.copy(__file__, folder)))
+    cxx = tmp_path / "cxx"
+    first, second = (build.built([str(script(cxx, f"echo {number}"))], TIERS[0]) for number in (12, 13))
+    assert first != second
+
+
+def test_hosts_with_another_libc_build_their_own(tmp_path, monkeypatch):
+    """They may share a home: the library of one did not load on the other."""
+    monkeypatch.setenv("BATON_CACHE", str(tmp_path))
+    monkeypatch.setattr(compiler, "compiled", lambda command, flags, folder: Path(shutil.copy(__file__, folder)))
+    cxx = [str(script(tmp_path / "cxx", "echo 12"))]
+    paths = set()
+    for number in ("2.31", "2.36"):
+        monkeypatch.setattr(platform, "libc_ver", lambda number=number: ("glibc", number))
+        paths.add(build.built(cxx, TIERS[0]))
+    assert len(paths) == 2
+
+
+def test_a_disk_without_locks_has_kernels_too(tmp_path, monkeypatch):
+    """Some that are shared over a network refuse locks: everything ran on torch."""
+
+    def refuse_lock(file, operation) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setenv("BATON_CACHE", str(tmp_path))
+    monkeypatch.setattr(compiler, "compiled", lambda command, flags, folder: Path(shutil.copy(__file__, folder)))
+    monkeypatch.setattr(fcntl, "flock", refuse_lock)
+    path = build.built(["g++"], TIERS[0])
+    assert path.exists() and sorted(each.suffix for each in tmp_path.iterdir()) == [".lock", ".so"]
+
+
+def script(path: Path, line: str) -> Path:
+    path.write_text(f"#!/bin/sh\n{line}\n")
+    path.chmod(0o755)
+    return path
+
+
 def test_a_compiler_has_its_arguments(monkeypatch):
     """`CXX="ccache g++"` was no compiler."""
     monkeypatch.setenv("CXX", f"{sys.executable} -m 'my compiler'")

@@ -5,12 +5,14 @@ import ctypes
 import fcntl
 import hashlib
 import os
+import platform
 import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
+from typing import IO
 
 from baton import system
 from baton.engine.native import compiler
@@ -57,7 +59,7 @@ def _load() -> tuple[NativeLibrary | None, str]:
         return NativeLibrary(path, tier), ""
     except (OSError, subprocess.CalledProcessError) as error:
         detail = getattr(error, "stderr", None) or str(error)
-        lines = detail.strip().splitlines()
+        lines = detail.strip().splitlines() or [str(error)]
         message = next((line for line in lines if " error: " in line), lines[0])
         cure = "; BATON_CACHE=DIR names a folder that can be written" if getattr(error, "filename", None) else ""
         return None, f"the C++ kernels did not build: {message}{cure}"
@@ -86,16 +88,12 @@ def built(command: Sequence[str], tier: Tier) -> Path:
         return path
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path.with_suffix(".lock"), "w") as lock:  # if two workers start together, one builds and the other waits
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            waits_for = f"another process, which builds the native kernels for {tier.name} ({lock.name})"
-            print(f"starting: waiting for {waits_for}", file=sys.stderr, flush=True)
-            fcntl.flock(lock, fcntl.LOCK_EX)
+        is_alone = _lock(lock, tier)
         if not _is_whole(path):
             print(f"starting: building the native kernels for {tier.name} (once)", file=sys.stderr, flush=True)
             # The host's own folder: hosts may share the cache on a disk that does not share locks.
-            folder = path.with_suffix(f".{os.uname().nodename}.build")
+            builder = os.uname().nodename + ("" if is_alone else f"-{os.getpid()}")
+            folder = path.with_suffix(f".{builder}.build")
             shutil.rmtree(folder, ignore_errors=True)  # of a build that was killed
             folder.mkdir()
             try:
@@ -105,6 +103,19 @@ def built(command: Sequence[str], tier: Tier) -> Path:
             finally:
                 shutil.rmtree(folder, ignore_errors=True)
     return path
+
+
+def _lock(file: IO[str], tier: Tier) -> bool:
+    """Wait for the lock of a tier's build, and return True; False on a disk that has no locks."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        waits_for = f"another process, which builds the native kernels for {tier.name} ({file.name})"
+        print(f"starting: waiting for {waits_for}", file=sys.stderr, flush=True)
+        fcntl.flock(file, fcntl.LOCK_EX)
+    except OSError:
+        return False
+    return True
 
 
 def _finish(library: Path) -> None:
@@ -136,7 +147,8 @@ def _openmp_of_torch() -> str:
 
 
 def _digest(command: Sequence[str], tier: Tier) -> str:
-    digest = hashlib.sha256(repr((*command, compiler.FLAGS, tier.flags)).encode())
+    inputs = (*command, compiler.version(command), platform.libc_ver(), compiler.FLAGS, tier.flags)
+    digest = hashlib.sha256(repr(inputs).encode())
     sources = compiler.SOURCES
     for path in sorted((*sources.rglob("*.cpp"), *sources.rglob("*.h"))):
         digest.update(path.read_bytes())

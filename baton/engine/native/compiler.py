@@ -32,6 +32,14 @@ def find() -> list[str] | None:
     return None if found is None else [found, *arguments]
 
 
+def version(compiler: Sequence[str]) -> str:
+    """Return what the compiler calls itself, "" where it does not say."""
+    try:
+        return subprocess.run([*compiler, "--version"], capture_output=True, text=True).stdout
+    except OSError:
+        return ""
+
+
 def compiled(compiler: Sequence[str], tier_flags: Sequence[str], folder: Path, link_flags: Sequence[str] = ()) -> Path:
     """Return folder/library.so, compiled file by file on all cores. Raises CalledProcessError."""
 
