@@ -57,6 +57,15 @@ def test_dense_weights_equal_the_reference(shape, dtype, tolerance):
     assert error(PackedLinear(weight, bias, dtype)(x), reference(weight, x, bias)) < tolerance
 
 
+@native
+@pytest.mark.parametrize("x", [torch.zeros(3, 64), torch.zeros(3, 32, dtype=BF16)], ids=["dtype", "width"])
+def test_rows_of_another_dtype_or_width_are_refused(x):
+    """They were read as they lie, and beyond their end."""
+    kernel = PackedLinear(dense_weight((64, 64), BF16), None, BF16)
+    with pytest.raises(AssertionError):
+        kernel(x)
+
+
 EXACT = [
     pytest.param(PackedLinear, 8, marks=native, id="native-8"),
     pytest.param(PackedLinear, 4, marks=native, id="native-4"),

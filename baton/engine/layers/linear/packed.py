@@ -69,7 +69,8 @@ class PackedLinear(LinearKernel):
         """Pack weight [out_features, in_features] with bias [out_features]; dtype of x and y: fp32 or bf16."""
         self._panels = panels = pack(weight, dtype, leaves)
         self._bias = None if bias is None else F.pad(bias.float(), (0, -bias.shape[0] % PANEL)).contiguous()
-        self._num_out, self._dtype_of_y = panels.num_out, torch.float32 if partial else dtype
+        self._num_out, self._dtype = panels.num_out, dtype
+        self._dtype_of_y = torch.float32 if partial else dtype
         self.scaled_by_row = panels.activations in (INT8_PER_ROW, E4M3_PER_ROW)
 
         num_groups = panels.padded_in // panels.group
@@ -116,7 +117,8 @@ class PackedLinear(LinearKernel):
     def __call__(self, x: Tensor, largest: Tensor | None = None) -> Tensor:
         if not x.is_contiguous():
             x = x.contiguous()
-        num_rows = x.shape[0]
+        num_rows, num_in = x.shape
+        assert num_in == self._struct.num_in and x.dtype == self._dtype, "the kernel reads what lies there"
         y = x.new_empty(num_rows, self._num_out, dtype=self._dtype_of_y)
         given = None if largest is None else largest.data_ptr()
         self._apply(self.address, x.data_ptr(), given, y.data_ptr(), num_rows, torch.get_num_threads())
