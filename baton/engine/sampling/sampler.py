@@ -140,7 +140,7 @@ def draw_plain(scores: Tensor, rows: Sequence[SampleRow]) -> list[int]:
         ids = winners.nonzero().view(-1)
         if ids.numel() > 1:
             ids = ids[(scores[index, ids].double() + gumbel(uniforms[index, ids])).argmax()]
-        token_ids.append(int(ids))
+        token_ids.append(int(ids) if ids.numel() else 0)  # a NaN is near to none
     return token_ids
 
 

@@ -103,5 +103,13 @@ def test_rows_without_numbers_or_tokens_draw_one_that_there_is(mask):
         assert all(0 <= token_id < 40 for token_id in drawn(logits, rows))
 
 
+def test_a_row_with_a_nan_fails_no_other_in_torch():
+    """One failed the step of all."""
+    logits = torch.zeros(2, 40)
+    logits[0, 7] = float("nan")
+    rows = make_rows(dict(temperature=1.0, seed=1), dict(temperature=1.0, seed=2))
+    assert wanted(logits, rows)[1] == wanted(logits[1:], rows[1:])[0]
+
+
 def test_it_is_the_sampler_of_a_host_with_kernels():
     assert isinstance(host_sampler(), NativeSampler) and host_sampler().sample(torch.empty(0, 9), []) == []
