@@ -98,8 +98,8 @@ void prepare_row(const Linear& linear, const void* x, const float* given, int64_
 // Weights that are wanted soon: fetched into the second cache a little at every turn of a loop that multiplies. Those
 // of the next panel no faster than the tiles of this one take them up: 32 rows at 430 instead of 355 GFLOP/s (bf16, one
 // core). A tile that has its panel for itself fetches from it, as far ahead as OWN_AHEAD: the processor's own fetching
-// falls behind where there is more to do than to multiply (one row at 38 instead of 34 GB/s in int4, at 36 instead of
-// 30 in e4m3; six rows at 215 instead of 193 GFLOP/s in bf16). One row in vectors of 32 bytes leaves it to the processor (int8
+// falls behind where there is more to do than to multiply (one row at 36 instead of 30
+// GB/s in e4m3; six rows at 215 instead of 193 GFLOP/s in bf16). One row in vectors of 32 bytes leaves it to the processor (int8
 // at 31 instead of 28 GB/s on a core, bf16 at 31 instead of 29).
 constexpr int64_t OWN_AHEAD = 4096;
 struct Ahead {
