@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 from weakref import WeakValueDictionary
@@ -21,6 +21,8 @@ _RETRY_S = 0.02  # a request that found its adapter or a slot not ready may try 
 _AWAITED_S = 2.0
 # The same once another adapter lacks a slot: the first request in a gateway's queue asks again after 0.05 s.
 _LACKED_S = 0.25
+# One that requests have asked for for so long has the oldest of the others take no new requests, until it has a slot.
+_STARVED_S = 2.0
 _PAUSE_S = 10.0  # after a failure to make an adapter ready, it is tried again after this time
 
 logger = logging.getLogger(__name__)
@@ -34,6 +36,7 @@ class Adapter:
     source: LoraFolder
     # By the field of `Layer` that each adds to; empty for layers of other processes.
     layers: tuple[Mapping[str, LowRank], ...]
+    made_at: float = field(default_factory=time.monotonic)
 
     @property
     def identity(self) -> bytes:
@@ -71,6 +74,9 @@ class Adapters:
         self._making: dict[bytes, Future[Adapter]] = {}  # each has its slot already
         # Adapters that no request has taken since they became ready, time.monotonic().
         self._awaited_until: dict[bytes, float] = {}
+        # Adapters for which all slots were in use: when they were first and last asked for, time.monotonic().
+        self._lacked: dict[bytes, tuple[float, float]] = {}
+        self._yields_until = 0.0  # until when the oldest in a slot takes no new requests, time.monotonic()
         self._retry_at: dict[bytes, float] = {}  # adapters that could not be made ready, time.monotonic()
         self._thread = ThreadPoolExecutor(1, "adapters")
 
@@ -96,11 +102,13 @@ class Adapters:
     def find(self, identity: bytes, in_use: Callable[[], Collection[Adapter]]) -> Adapter:
         """Return the adapter of this identity; `in_use()` returns those that live requests hold. Raises Refusal:
         no_adapter if it is unknown, or for a while after it could not be made ready; adapter_loading while it is being
-        made ready; adapter_slots if all slots are in use."""
+        made ready; adapter_slots if all slots are in use, or if it has to leave its slot to one that lacks one."""
         with self._lock:
             ready, copy = self._ready.get(identity) or self._unnamed.get(identity), self._copy(identity)
             # A leg may still ask for a nameless one, as long as the request that began with it is here.
             if ready is not None and (copy is not None or ready in in_use()):
+                if copy is not None and self._yields(ready):
+                    raise Refusal(ADAPTER_SLOTS, retry_after_s=_RETRY_S)
                 if identity in self._ready:
                     self._ready[identity] = self._ready.pop(identity)
                     self._awaited_until.pop(identity, None)
@@ -109,7 +117,10 @@ class Adapters:
                 raise Refusal(NO_ADAPTER, retry_after_s=0.0)
             if identity not in self._making:
                 if not self._has_slot and not self._evict(in_use()):
+                    self._note_lacked(identity)
                     raise Refusal(ADAPTER_SLOTS, retry_after_s=_RETRY_S)
+                if self._lacked.pop(identity, None) is not None:
+                    self._yields_until = 0.0
                 self._making[identity] = self._thread.submit(self._make_ready, identity, *copy)
             raise Refusal(ADAPTER_LOADING, retry_after_s=_RETRY_S)
 
@@ -176,6 +187,21 @@ class Adapters:
             first = min(awaited, key=self._awaited_until.__getitem__)
             self._awaited_until[first] = min(self._awaited_until[first], now + _LACKED_S)
         return bool(idle)
+
+    def _note_lacked(self, identity: bytes) -> None:
+        """Note that an adapter is asked for and has no slot. If that lasts, the oldest in a slot is to leave it as its
+        requests end: otherwise streams that overlap keep all others out."""
+        now = time.monotonic()
+        self._lacked = {each: times for each, times in self._lacked.items() if now - times[1] < _STARVED_S}
+        since, _ = self._lacked.get(identity, (now, now))
+        self._lacked[identity] = since, now
+        if now - since >= _STARVED_S:
+            self._yields_until = now + _STARVED_S
+
+    def _yields(self, adapter: Adapter) -> bool:
+        if time.monotonic() >= self._yields_until:
+            return False
+        return adapter is min(self._ready.values(), key=lambda each: each.made_at, default=None)
 
     def _make_ready(self, identity: bytes, name: str, copy: LoraFolder) -> Adapter:
         """Make an adapter ready in its slot."""

@@ -149,6 +149,25 @@ def test_one_that_nobody_comes_for_keeps_another_waiting_for_a_moment_alone(monk
     assert shelves[1].get(a) == "" and shelves[0].ask(a) == "adapter_slots"
 
 
+def test_streams_that_overlap_keep_no_other_out_for_good(monkeypatch):
+    """The oldest in a slot takes no new requests once another was asked for for two seconds, and as long as it is."""
+    at = [0.0]
+    monkeypatch.setattr(adapters, "time", SimpleNamespace(monotonic=lambda: at[0]))
+    shelf = Shelf(2)
+    a, b, c = add(shelf, "a", "b", "c")
+    for at[0] in (0.0, 1.0, 1.9):
+        assert [shelf.get(each) for each in (a, b, c)] == ["", "", "adapter_slots"]
+    at[0] = 2.0
+    assert [shelf.get(each) for each in (c, a, b)] == ["adapter_slots", "adapter_slots", ""]
+    shelf.held = [each for each in shelf.held if each.identity != a]
+    assert [shelf.get(each) for each in (c, b, a)] == ["", "", "adapter_slots"]
+    for at[0] in (3.0, 4.0):
+        assert shelf.get(a) == "adapter_slots"
+    assert [shelf.get(each) for each in (b, c)] == ["adapter_slots", ""], "now it has been there for longest"
+    at[0] = 6.0
+    assert shelf.get(b) == "", "nobody asks for the other any more"
+
+
 def test_one_without_a_name_serves_those_that_began_with_it():
     shelf = Shelf(2)
     (a,) = add(shelf, "a")
