@@ -130,7 +130,7 @@ class Quotas:
 
     def _note(self, tenant: str, bucket: TenantBucket, at: float) -> None:
         reporting = {gateway: tenants[tenant] for gateway, tenants in self._counts.items() if tenant in tenants}
-        bucket.elsewhere = {gateway: known for gateway, known in bucket.elsewhere.items() if gateway in reporting}
+        bucket.keep(reporting, at)
         for gateway, counts in reporting.items():
             bucket.merge(gateway, counts, at)
 

@@ -1,6 +1,7 @@
 """The token bucket of one tenant, and the counts of it that gateways exchange."""
 
 import math
+from collections.abc import Container
 from typing import NamedTuple
 
 from baton import protocol
@@ -26,17 +27,7 @@ class TenantBucket:
     request and by what answers of any length use beyond their reservation; then requests are refused until it has risen
     again."""
 
-    __slots__ = (
-        "quota",
-        "whose",
-        "num_running",
-        "num_reserved",
-        "num_returned",
-        "elsewhere",
-        "_largest",
-        "_balance",
-        "_at",
-    )
+    __slots__ = ("quota", "whose", "num_running", "num_reserved", "num_returned", "elsewhere", "_balance", "_at")
 
     def __init__(self, quota: Quota, at: float, num_counted: int = 0, model: str = ""):
         """Begin with a full bucket. `num_counted`: where the counts of tokens begin; `model`: empty for all
@@ -46,7 +37,6 @@ class TenantBucket:
         self.num_reserved = self.num_returned = num_counted
         # Gateway -> its latest counts, and how many of its tokens were taken from this bucket.
         self.elsewhere: dict[str, tuple[UsageCounts, int]] = {}
-        self._largest = 0  # how many tokens one request has taken
         self._balance, self._at = quota.burst_tokens, at
 
     @property
@@ -85,7 +75,6 @@ class TenantBucket:
     def take(self, num_tokens: int, at: float) -> None:
         """Take tokens out of the bucket, also more than it has."""
         self.num_reserved += num_tokens
-        self._largest = max(self._largest, num_tokens)
         self._balance = self.balance(at) - num_tokens
 
     def give_back(self, num_tokens: int, at: float) -> None:
@@ -101,11 +90,9 @@ class TenantBucket:
         """Apply the counts of another gateway to this bucket.
 
         A gateway that is new here lowers the balance to its own, if that is lower. Later, counts that fall are ignored
-        and no more comes back than was taken, so no other process can fill this bucket. Nor can one empty it for longer
-        than gateways do that have not heard of each other yet."""
-        most = self._most_taken(at)
+        and no more comes back than was taken, so no other process can fill this bucket."""
         if (known := self.elsewhere.get(gateway)) is None:
-            taken = max(0, min(math.ceil(self.balance(at) - counts.balance), most))
+            taken = max(0, math.ceil(self.balance(at) - counts.balance))
             self._balance -= taken
         else:
             before, taken = known
@@ -113,15 +100,16 @@ class TenantBucket:
                 num_reserved=max(counts.num_reserved, before.num_reserved),
                 num_returned=max(counts.num_returned, before.num_returned),
             )
-            num_taken = min(counts.num_reserved - before.num_reserved, most)
+            num_taken = counts.num_reserved - before.num_reserved
             num_back = min(counts.num_returned - before.num_returned, taken + num_taken)
             taken += num_taken - num_back
             self._balance = self.balance(at) - num_taken + num_back
         self.elsewhere[gateway] = counts, taken
 
-    def _most_taken(self, at: float) -> int:
-        """Return how many tokens other gateways may take now. Before they hear of each other, each lets in what is
-        left, a burst at most, and one request more."""
-        num_gateways = 1 + len(self.elsewhere)
-        lowest = -2 * num_gateways * max(self.quota.burst_tokens, self._largest)
-        return max(0, math.floor(self.balance(at) - lowest))
+    def keep(self, gateways: Container[str], at: float) -> None:
+        """Forget all other gateways. Of what these took, what leaves the bucket lower than two bursts a gateway comes
+        back: nobody stands for it any more, and a count that was wrong would refuse the tenant for years."""
+        lowest = -2 * (1 + len(self.elsewhere)) * self.quota.burst_tokens
+        gone = [gateway for gateway in self.elsewhere if gateway not in gateways]
+        taken = sum(self.elsewhere.pop(gateway)[1] for gateway in gone)
+        self._balance = max(self.balance(at), min(self._balance + taken, lowest))

@@ -1,3 +1,6 @@
+import contextlib
+import random
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -263,6 +266,30 @@ def test_what_one_gateway_tells_locks_no_tenant_out_for_long(told):
     assert expect_refusal(quotas, "a", 0.0).reason == "TENANT_TOKENS"
     use(quotas, "a", 10, 41.0)
     assert quotas.counts(200.0)["a"].balance == 1000.0
+
+
+def test_answers_of_any_length_keep_to_the_rate_of_all_gateways():
+    """What they use beyond their reservation, bit by bit and far below what the bucket holds, is missing everywhere."""
+    rate, length, seconds, num_at_once = 100.0, 32_000, 200_000, 64
+    gateways = [Quotas({"a": Quota(rate, 1000.0)}) for _ in range(4)]
+    running: list[tuple[Reservation, int]] = []
+    num_used = 0
+    for at in range(0, seconds, 40):
+        for each in random.sample(gateways, len(gateways)):
+            with contextlib.suppress(Overloaded):
+                while len(running) < num_at_once:
+                    running.append((use(each, "a", 256, float(at)), at))
+        for reservation, begun in running:
+            reservation.cover(400 * (at - begun), float(at))
+            num_used += 16_000
+        for reservation, begun in [each for each in running if 400 * (at - each[1]) >= length]:
+            reservation.settle(length, float(at))
+            running.remove((reservation, begun))
+        counts = [each.counts(float(at)) for each in gateways]
+        for index, each in enumerate(gateways):
+            others = {f"g{other}": told for other, told in enumerate(counts) if other != index}
+            each.note_others(others, float(at))
+    assert num_used <= 1.1 * rate * seconds
 
 
 @pytest.mark.parametrize("num_tokens", [50, 2_000])
