@@ -52,10 +52,11 @@ def read_folder(path: Path) -> ModelFolder:
     config, generation = path / "config.json", path / "generation_config.json"
     values, preferred = _read_json(config), _read_json(generation, optional=True)
     if isinstance(text := values.get("text_config"), dict):  # a model with other inputs around a text model
-        values = _LEFT_OUT.get(str(text.get("model_type")), {}) | values | text
+        ends = {key: value for key, value in values.items() if key == "eos_token_id" and value is not None}
+        values = _LEFT_OUT.get(str(text.get("model_type")), {}) | values | text | ends  # generate() ends by the outer
     tokenizer_config = path / "tokenizer_config.json"
     of_tokenizer = _read_json(tokenizer_config, optional=True)
-    special_tokens = _read_json(path / "special_tokens_map.json", optional=True) | of_tokenizer
+    special_map = _read_json(path / "special_tokens_map.json", optional=True)
     tokenizer_json = _read_bytes(path / "tokenizer.json")
     with _named(config):
         vocab_size = _count(values, "vocab_size")
@@ -67,7 +68,7 @@ def read_folder(path: Path) -> ModelFolder:
     with _named(generation if names_ends else config):
         eos_ids = _eos_ids(preferred if names_ends else values, vocab_size)
     with _named(tokenizer_config):
-        special = _special_tokens(special_tokens)
+        special = _special_tokens(of_tokenizer, special_map)
     templates = _chat_templates(path, of_tokenizer)
     return ModelFolder(
         path=path,
@@ -218,12 +219,19 @@ def _templates(value: object) -> dict[str, str]:
     return {entry["name"]: entry["template"] for entry in value}
 
 
-def _special_tokens(values: dict) -> dict[str, str]:
+def _special_tokens(tokenizer_config: dict, special_map: dict) -> dict[str, str]:
+    """Return the tokens that a chat template may name, from tokenizer_config.json and special_tokens_map.json. Raises
+    ValueError."""
+    # As transformers: files that list no added tokens are older ones, of which the map counts.
+    is_new = "added_tokens_decoder" in tokenizer_config
+    values = special_map | tokenizer_config if is_new else tokenizer_config | special_map
+    more = values.get("extra_special_tokens")
     found: dict[str, str] = {}
-    for name in _SPECIAL_NAMES:
-        if value := values.get(name):
-            text = value.get("content") if isinstance(value, dict) else value
-            if not isinstance(text, str):
-                raise ValueError(f"{name} is {_shown(text)}, not a text")
-            found[name] = text
+    for name, value in (values | (more if isinstance(more, dict) else {})).items():
+        text = value.get("content") if isinstance(value, dict) else value
+        if isinstance(text, str):
+            if text and name.endswith("_token"):
+                found[name] = text
+        elif value and name in _SPECIAL_NAMES:
+            raise ValueError(f"{name} is {_shown(text)}, not a text")
     return found

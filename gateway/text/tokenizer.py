@@ -1,5 +1,5 @@
 """Turn text into token ids as transformers does, except that a client's text becomes a control token only if the caller
-asks for that."""
+asks for that, and that BOS and EOS are put around a text where tokenizer_config.json says so."""
 
 import json
 import math

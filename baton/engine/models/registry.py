@@ -142,7 +142,8 @@ def _within(model: TextModel, folder: Path, config: dict, generation: dict) -> M
     if (found := text.get("model_type", model.model_type)) != model.model_type:
         raise ValueError(f"text_config is of model_type {found!r:.40}; what is served within is {model.model_type!r}")
     values = {**model.left_out, **config, **text}
-    if (tied := config.get("tie_word_embeddings")) is not None:  # the head is a tensor of the outer model
-        values["tie_word_embeddings"] = tied
+    for key in ("tie_word_embeddings", "eos_token_id"):  # head and generate() are the outer model's
+        if (outer := config.get(key)) is not None:
+            values[key] = outer
     spec = _read(model.architecture, Config(folder, values, generation))
     return replace(spec, names=replace(spec.names, renamed=(*model.renamed, *spec.names.renamed)))

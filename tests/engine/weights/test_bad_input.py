@@ -184,7 +184,8 @@ def test_a_layer_more_than_the_config_has(folder):
 
 
 def test_what_formats_store_beside_a_model_is_left(folder):
-    """Biases of zeros, as AutoGPTQ writes for linears without any; scales of KV; orders and old buffers; vision."""
+    """Biases of zeros, as AutoGPTQ writes for linears without any; scales of KV; orders; old buffers; a vision
+    encoder."""
     names = ["self_attn.k_scale", "self_attn.kv_scale", "self_attn.rotary_emb.inv_freq", "self_attn.o_proj.g_idx"]
     names += ["self_attn.o_proj.input_scale", "self_attn.v_proj.v_scale", "self_attn.o_proj.qzeros"]
     more = {f"model.layers.0.{name}": torch.ones(1) for name in names}

@@ -41,6 +41,21 @@ def test_a_text_model_within_another(copied):
     assert (found.context, found.vocab_size, found.eos_ids) == (expected.context, expected.vocab_size, expected.eos_ids)
 
 
+def test_the_ends_of_the_outer_model_count(copied):
+    """Without generation_config.json answers ran past an end that only the outer config names."""
+    (copied / "generation_config.json").unlink()
+    text = json.loads((copied / "config.json").read_text()) | {"eos_token_id": 1, "model_type": "mistral"}
+    outer = {"architectures": ["Mistral3ForConditionalGeneration"], "eos_token_id": [1, 6], "text_config": text}
+    (copied / "config.json").write_text(json.dumps(outer))
+    assert read_folder(copied).eos_ids == {1, 6}
+    sizes = dict(hidden_size=48, intermediate_size=64, num_hidden_layers=1, num_attention_heads=8)
+    outer["text_config"] = text | sizes
+    (copied / "config.json").write_text(json.dumps(outer))
+    assert set(read_spec(copied).eos_token_ids) == {1, 6}
+    (copied / "config.json").write_text(json.dumps(outer | {"eos_token_id": None}))
+    assert read_folder(copied).eos_ids == {1} and read_spec(copied).eos_token_ids == (1,)
+
+
 GEMMA3_4B = {
     "architectures": ["Gemma3ForConditionalGeneration"],
     "eos_token_id": [1, 106],
@@ -153,6 +168,27 @@ def test_tokens_around_a_text(copied, values, expected):
     (copied / "tokenizer_config.json").write_text(json.dumps(values))
     found = read_folder(copied)
     assert (found.begin, found.end) == expected
+
+
+OLD = {"bos_token": None, "eos_token": "</s>"}
+MAP = {"bos_token": "<s>", "eos_token": {"content": "<|end|>"}}
+
+
+@pytest.mark.parametrize(
+    ("of_tokenizer", "special_map", "expected"),
+    [
+        (OLD, MAP, {"bos_token": "<s>", "eos_token": "<|end|>"}),
+        (OLD | {"added_tokens_decoder": {}}, MAP, {"eos_token": "</s>"}),
+        ({"extra_special_tokens": {"eot_token": "<|eot|>"}}, {}, {"eot_token": "<|eot|>"}),
+        ({"extra_special_tokens": ["<|eot|>"], "eot_token": "<|eot|>"}, {}, {"eot_token": "<|eot|>"}),
+        ({"add_bos_token": False, "sound_token": None, "image_token": {"content": "<i>"}}, {}, {"image_token": "<i>"}),
+    ],
+    ids=["the map of an old folder", "not that of a new one", "extra ones", "of their own", "no texts"],
+)
+def test_tokens_that_a_template_may_name(copied, of_tokenizer, special_map, expected):
+    (copied / "tokenizer_config.json").write_text(json.dumps(of_tokenizer))
+    (copied / "special_tokens_map.json").write_text(json.dumps(special_map))
+    assert read_folder(copied).special_tokens == expected
 
 
 NAMED = [{"name": "default", "template": "a"}, {"name": "tool_use", "template": "b"}, {"name": "rag", "template": "c"}]

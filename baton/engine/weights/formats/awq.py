@@ -36,8 +36,8 @@ class AWQFormat(Format):
         return f"{module}.qweight"
 
     def check_all_read(self, prefix: str, extra: tuple[str, ...] = ()) -> None:
-        """Raise ModelError as others do, and if an activation below `prefix` has scales of its own: without them the
-        linear after it would read other numbers than it was quantized for."""
+        """Raise as other formats do, and ModelError if an activation below `prefix` has its own scales: without them
+        the linear after it would read other numbers than it was quantized for."""
         for name in self.tensors.unread():
             if name.startswith(prefix) and name.endswith(OF_ACTIVATION):
                 raise self.wrong(name, "divides what an activation says (AutoAWQ), which is not supported")
