@@ -224,12 +224,13 @@ def test_without_the_library(folder):
 from pathlib import Path
 from baton.engine.core.config import EngineConfig
 from baton.engine.engine import Engine
-from tests.support.engine.toy_engine import make_request, run
+from tests.support.engine.collector import run_to_end
+from tests.support.engine.toy_engine import engine_request
 engine = Engine.load(EngineConfig(Path({str(folder)!r}), kv_dtype="int4", num_blocks=8, threads=1))
 model = engine.runner.model
 assert model.fused is None and model.attention.name == "sdpa", model.attention.name
 assert model.reasons["attention"]["native"] == "BATON_NATIVE=off", model.reasons
-(record,) = run(engine, [make_request("a", [5, 6, 7], 4)]).values()
+(record,) = run_to_end(engine, [engine_request("a", [5, 6, 7], 4)]).values()
 print(len(record.answer()[0][0]))
 """
     environment = os.environ | {"BATON_NATIVE": "off"}

@@ -20,6 +20,7 @@ SUPERVISED = {
 }  # fmt: skip
 GROUPS = {"registry", "redis"}  # wait for supervised tasks, and do nothing else
 REPLACED = {"session writer"}  # its session ends, and its link opens another
+FATAL = {"end of the gRPC server"}  # when it ends, so does the process
 
 
 @pytest.fixture
@@ -73,7 +74,7 @@ async def running(c, name: str) -> list[asyncio.Task]:
 
 async def test_every_task_is_in_the_table(gateway):
     await answered(gateway)
-    told = SUPERVISED | GROUPS | REPLACED
+    told = SUPERVISED | GROUPS | REPLACED | FATAL
     # A new task: supervise it, and name it here. That of the request may be about to end.
     await gateway.until(lambda: our_tasks().keys() - {"redis lookup"} == told)
     for kind, each in our_tasks().items():

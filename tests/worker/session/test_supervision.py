@@ -17,6 +17,7 @@ SUPERVISED = {
 }  # fmt: skip
 GROUPS = {"reports", "registrations"}  # wait for supervised tasks, and do nothing else
 REPLACED = {"session reader", "session writer"}  # their session ends, and its gateway opens another
+FATAL = {"end of the gRPC server"}  # when it ends, so does the process
 _names = itertools.count()
 
 
@@ -49,7 +50,7 @@ def test_every_task_is_in_the_table(model):
         async with worker_with_all(model) as target:
             session = await Session(target).open()
             await answered(session)
-            told = SUPERVISED | GROUPS | REPLACED
+            told = SUPERVISED | GROUPS | REPLACED | FATAL
             assert table().keys() == told, "a new task: supervise it, and name it here"
             for kind, each in table().items():
                 for task in each:
