@@ -35,6 +35,8 @@ def _is_news(record: logging.LogRecord) -> bool:
     """Return whether a record is worth logging. gRPC logs a traceback when a caller left just before its answer, and
     for each path and value of metadata that is no UTF-8: with the value, which may be a key, and before the guard is
     asked."""
+    if record.name not in ("root", "grpc._cython.cygrpc"):
+        return True
     said = record.getMessage()
     is_a_path = said.startswith("Unexpected [UnicodeDecodeError]") and not said.isascii()
     return not (said.startswith(("ExecuteBatchError raised in core", "Invalid encoding on b")) or is_a_path)

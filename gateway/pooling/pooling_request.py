@@ -167,10 +167,11 @@ class PoolingRequest:
 
         Returns only once it is known that lost workers are not coming back. Raises BatonError if no other worker may be
         asked."""
-        error, self.num_accepted_tokens = error_of(message, "prefill"), 0
+        error = error_of(message, "prefill")
         self._limits.note_death(message, leg.link, leg.worker_id)
         if error.code in FINAL_CODES:
             raise error
+        self.num_accepted_tokens = 0
         if not isinstance(message, Lost) and error.reason != DRAINING:
             leg.link.note_failure(f"{error.reason} while prefilling")
         self._tried.note_failure(leg.worker_id)

@@ -107,7 +107,7 @@ class RequestRecord:
 
     @property
     def num_charged_tokens(self) -> int:
-        """The tokens of prompt and answer that the tenant pays for. A prompt that brought no token costs nothing."""
+        """The tokens of prompt and answer that came to the client, for which the tenant pays."""
         by_kind = self.tokens_by_kind
         return by_kind["input"] + by_kind["output"]
 
