@@ -187,7 +187,7 @@ constexpr float ROUNDER = 12582912;  // 1.5 * 2^23: adding it rounds to an integ
 
 // 2^x for x <= 127; exactly 1 at 0, exactly 0 below -126.
 inline V16 power_of_two(V16 x) {
-  x = max16(x, all16(-127.0f));
+  x = max16(all16(-127.0f), x);  // a NaN stays one
   const V16 shifted = x + ROUNDER, whole = shifted - ROUNDER, rest = x - whole;
   V16 y = all16(1.5403530e-4f);  // exp(rest * ln 2), |rest| <= 0.5
   for (const float c : {1.3333558e-3f, 9.6181291e-3f, 5.5504109e-2f, 2.4022651e-1f, 6.9314718e-1f, 1.0f})

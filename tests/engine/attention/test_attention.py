@@ -114,6 +114,21 @@ def test_tokens_attend_to_their_own_chunk_alone(name, compute, form):
     assert unfit_rows(backend.shape) == "has no chunks"
 
 
+@pytest.mark.parametrize("name", ["native", "reference"])
+@pytest.mark.parametrize("form", ["fp32", "bf16"])
+@pytest.mark.parametrize("softcap", [None, 3.0])
+def test_a_stored_key_that_is_no_number_makes_rows_that_see_it_none(name, form, softcap):
+    """As an activation that overflowed leaves it: such an answer must not look well."""
+    dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[form]
+    backend = made(name, AttentionShape(4, 2, 32, (None,), dtype, softcap=softcap))
+    pool, batch, q = one_step(backend.shape, [(20, 150), (1, 90)], form=form)
+    position, block_ids = 140, batch.seqs[0].block_ids
+    slot = block_ids[position // 16] * 16 + position % 16
+    pool.write(0, slot.view(1), torch.full((1, 2, 32), float("nan")), torch.ones(1, 2, 32))
+    is_none = attended(backend, pool, batch, 0, q).isnan().all(dim=2).all(dim=1)
+    assert is_none.tolist() == [130 + row >= position for row in range(20)] + [False]
+
+
 def test_who_has_no_sinks():
     _, reasons = choose("auto", AttentionShape(4, 2, 24, (None,), torch.float32, sinks=True))
     assert reasons["sdpa"] == "torch's kernel has no sinks"

@@ -143,7 +143,7 @@ template <int64_t F, class T>
     if (has_zeros(F)) x[i] = fma16(all16(row.query_sum), load16(span.key_zero + i * 16), x[i]);
     x[i] = x[i] * to.scale;
     if (to.cap > 0)  // tanh(x) = 1 - 2 / (exp(2 x) + 1), bounded where it is one already
-      x[i] = (all16(1.0f) - all16(2.0f) / (power_of_two(min16(x[i], all16(126.0f))) + 1.0f)) * to.cap;
+      x[i] = (all16(1.0f) - all16(2.0f) / (power_of_two(min16(all16(126.0f), x[i])) + 1.0f)) * to.cap;
     x[i] = within16(x[i], from - 16 * i, upto - 16 * i, -INFINITY);
     most = max16(x[i], most);
   }

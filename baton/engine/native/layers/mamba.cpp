@@ -74,10 +74,8 @@ extern "C" int64_t baton_mamba_convolve(const Mamba* layer, const Segment* segme
   {
 #pragma omp for schedule(static)
     for (int64_t s = 0; s < num_segments; s++) own[s].read(conv, segments[s], rows);
-    for (int64_t s = 0, first = 0; s < num_segments; first += segments[s++].num_rows()) {
-#pragma omp for schedule(static)
-      for (int64_t t = 0; t < segments[s].num_rows(); t++) own[s].convolve(conv, t, out + (first + t) * conv.size);
-    }
+    share_rows(segments, num_segments,
+               [&](int64_t s, int64_t t, int64_t row) { own[s].convolve(conv, t, out + row * conv.size); });
 #pragma omp for schedule(static)
     for (int64_t s = 0; s < num_segments; s++) own[s].keep(conv, segments[s]);
   }

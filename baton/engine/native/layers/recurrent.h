@@ -117,6 +117,20 @@ struct Inputs {
   }
 };
 
+// f(s, t, row) of row t of segment s, which is `row` of all; the threads of a parallel region share all rows and then meet.
+template <class Function>
+void share_rows(const Segment* segments, int64_t num_segments, const Function& f) {
+  int64_t total = 0;
+  for (int64_t s = 0; s < num_segments; s++) total += segments[s].num_rows();
+  const int64_t threads = omp_get_num_threads(), thread = omp_get_thread_num();
+  const int64_t begin = total * thread / threads, end = total * (thread + 1) / threads;
+  for (int64_t s = 0, first = 0; s < num_segments; first += segments[s++].num_rows()) {
+    const int64_t upto = std::min(end - first, segments[s].num_rows());
+    for (int64_t t = std::max<int64_t>(begin - first, 0); t < upto; t++) f(s, t, first + t);
+  }
+#pragma omp barrier
+}
+
 // What a segment's rows need on their way through a recurrence of heads, pending ones first.
 struct Work {
   Inputs inputs;
@@ -163,11 +177,12 @@ int64_t fold_heads(const Layer& layer, const HeadParts<Layer>& parts, const Segm
   }
   float* const sums = take(rounded_up(num_rows * num_sums, 16));
   const Work* own = works.data();  // threads would each find their own vector
-  // f(row, its y) of each new row of a segment, shared out among threads.
-  const auto each_row = [&](int64_t s, const auto& f) {
-#pragma omp for schedule(static)
-    for (int64_t t = 0; t < segments[s].query_len; t++)
-      f(segments[s].query_start + t, own[s].y + (segments[s].num_pending + t) * inner);
+  // f(row, its y, its sums) of each new row.
+  const auto each_new_row = [&](const auto& f) {
+    share_rows(segments, num_segments, [&](int64_t s, int64_t t, int64_t) {
+      const int64_t row = segments[s].query_start + t - segments[s].num_pending;
+      if (t >= segments[s].num_pending) f(row, own[s].y + t * inner, sums + row * num_sums);
+    });
   };
   int64_t lost = 0;
   num_threads = std::max<int64_t>(1, num_threads);
@@ -175,26 +190,21 @@ int64_t fold_heads(const Layer& layer, const HeadParts<Layer>& parts, const Segm
   {
 #pragma omp for schedule(static)
     for (int64_t s = 0; s < num_segments; s++) own[s].inputs.read(conv, segments[s], rows);
-    for (int64_t s = 0; s < num_segments; s++) {
-#pragma omp for schedule(static)
-      for (int64_t t = 0; t < segments[s].num_rows(); t++) parts.prepare_row(layer, own[s], t);
-    }
+    share_rows(segments, num_segments, [&](int64_t s, int64_t t, int64_t) { parts.prepare_row(layer, own[s], t); });
 #pragma omp for schedule(static)
     for (int64_t item = 0; item < num_segments * heads; item++)
       parts.scan_head(layer, segments[item / heads], own[item / heads], item % heads);
     if (layer.meeting.ranks) {
-      for (int64_t s = 0; s < num_segments; s++)
-        each_row(s, [&](int64_t row, float* y) { parts.sum_row(layer, rows, row, y, sums + row * num_sums); });
+      each_new_row([&](int64_t row, float* y, float* own_sums) { parts.sum_row(layer, rows, row, y, own_sums); });
 #pragma omp single
       lost = layer.meeting.meet(sums, num_rows);
     }
 #pragma omp for schedule(static)
     for (int64_t s = 0; s < num_segments; s++) own[s].inputs.keep(conv, segments[s]);
-    for (int64_t s = 0; s < num_segments; s++)
-      each_row(s, [&](int64_t row, float* y) {
-        if (!layer.meeting.ranks) parts.sum_row(layer, rows, row, y, sums + row * num_sums);
-        parts.finish_row(layer, rows, row, y, sums + row * num_sums, out);
-      });
+    each_new_row([&](int64_t row, float* y, float* own_sums) {
+      if (!layer.meeting.ranks) parts.sum_row(layer, rows, row, y, own_sums);
+      parts.finish_row(layer, rows, row, y, own_sums, out);
+    });
   }
   return lost;
 }
