@@ -237,4 +237,5 @@ def test_a_proposer_that_is_run_may_be_named(proposer):
 
 
 def test_before_a_worker_has_said_what_it_runs_any_proposer_may_be_named():
-    validate(pb.GenerateRequest(text="x", speculation=pb.Speculation(proposer="eagle")), WIDE)
+    asked = pb.Speculation(proposer="eagle")
+    assert validate(pb.GenerateRequest(text="x", speculation=asked), WIDE).speculation == asked

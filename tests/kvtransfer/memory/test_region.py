@@ -36,6 +36,7 @@ def test_stays_while_an_array_looks_into_it():
     view = memoryview(region.memory)
     region.close()
     view[0] = 1
+    assert view[0] == 1
 
 
 def test_needs_a_size():
