@@ -24,7 +24,7 @@ from baton.engine.speculation.control import controller
 from baton.sampling_params import SamplingParams
 from tests.support.engine.collector import Collector, run_to_end
 from tests.support.engine.handover import check_handed_over, hand_over
-from tests.support.engine.serving import check_empty, check_same, num_accepted, serve
+from tests.support.engine.serving import check_empty, check_same, num_accepted, serve, serve_parking
 from tests.support.engine.toy_engine import engine_request
 from tests.support.gateway.vocabularies import END, byte_vocabulary
 from tests.support.model_folders.draft_models import DRAFT_VOCAB, load_draftable, make_target_and_draft, mixed_requests
@@ -278,21 +278,7 @@ def test_parked_and_resumed(folders):
     requests = constrained(16, seed=6)
     plain, _ = serve(load_draftable(target), requests)
     engine = load_draftable(target, speculator="auto", draft_model=draft, num_draft_tokens=4)
-    records, chance, parked = Collector(), random.Random(0), set()
-    for request in requests:
-        engine.submit(request)
-    while engine.has_work() or parked:
-        records.take(engine.step())
-        for key in [request.key for request in requests]:
-            if key in parked:
-                engine.admission.resume(key)
-                parked.remove(key)
-            elif records[key].first and not records[key].ended and chance.random() < 0.2:
-                engine.admission.park(key)
-                parked.add(key)
-    engine.step()
-    check_empty(engine)
-    check_same(records, plain, plain)
+    check_same(serve_parking(engine, requests, random.Random(0)), plain, plain)
 
 
 def ask(folder, kind: str, text: str, **options) -> tuple[str, FinishReason | None, str]:

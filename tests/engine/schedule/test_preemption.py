@@ -7,7 +7,7 @@ import pytest
 from baton.engine.core.request import Refusal
 from baton.engine.kv.ledger import Holder
 from tests.support.engine.collector import Collector, run_to_end
-from tests.support.engine.serving import check_answers
+from tests.support.engine.serving import check_answers, random_requests
 from tests.support.engine.toy_engine import engine_request, toy_engine, toy_prompt
 
 
@@ -266,21 +266,8 @@ def test_random_load_on_a_small_pool(seed):
         max_num_seqs=chance.choice([2, 4, 6]),
         max_num_batched_tokens=chance.choice([70, 100, 200]),
     )
-    shared = toy_prompt(150, seed)
-    records, requests = Collector(), []
-    for index in range(14):
-        tokens = shared[: chance.choice([0, 64, 100, 140])] + toy_prompt(chance.randint(1, 120), seed + index)
-        request = engine_request(
-            f"r{index}",
-            tokens,
-            max_tokens=chance.randint(1, 140),
-            n=chance.choice([1, 1, 1, 2, 3]),
-            temperature=chance.choice([0.0, 1.0]),
-            seed=index,
-            priority=chance.choice([0, 0, 1]),
-            stop_token_ids=frozenset(chance.sample(range(97), 1)),
-            min_tokens=chance.choice([0, 1]),
-        )
+    records, requests = Collector(), random_requests(chance, seed, 14)
+    for request in requests:
         while True:
             try:
                 engine.submit(request)
@@ -289,7 +276,6 @@ def test_random_load_on_a_small_pool(seed):
                 assert engine.has_work()
                 records.take(engine.step())
                 engine.check_integrity()
-        requests.append(request)
         for _ in range(chance.randint(0, 20)):
             records.take(engine.step())
             engine.check_integrity()

@@ -10,7 +10,7 @@ from baton.engine.core.request import Speculation
 from baton.engine.execute import multi_step
 from tests.support.engine.collector import Collector, run_to_end
 from tests.support.engine.handover import check_handed_over, hand_over
-from tests.support.engine.serving import REPETITIVE, check_empty, check_same, num_accepted, serve
+from tests.support.engine.serving import REPETITIVE, check_empty, check_same, num_accepted, serve, serve_parking
 from tests.support.engine.toy_engine import engine_request
 from tests.support.model_folders.draft_models import load_draftable, make_target_and_draft, mixed_requests
 
@@ -143,24 +143,7 @@ def test_parked_and_resumed(folders):
     requests = [replace(r, max_tokens=60) for r in mixed_requests(12, seed=9)]
     plain, _ = serve(load_draftable(target), requests)
     engine = load_draftable(target, speculator="auto", draft_model=draft, num_draft_tokens=4)
-    records, chance = Collector(), random.Random(0)
-    for request in requests:
-        engine.submit(request)
-    parked = set()
-    while engine.has_work() or parked:
-        records.take(engine.step())
-        engine.check_integrity()
-        for request in requests:
-            key = request.key
-            if key in parked:
-                engine.admission.resume(key)
-                parked.remove(key)
-            elif records[key].first and not records[key].ended and chance.random() < 0.2:
-                engine.admission.park(key)
-                parked.add(key)
-    engine.step()
-    check_empty(engine)
-    check_same(records, plain, plain)
+    check_same(serve_parking(engine, requests, random.Random(0)), plain, plain)
     assert num_accepted(engine) > 100
 
 

@@ -1,6 +1,7 @@
 """Proposals on the toy model, whose answer shows any KV out of place: right, wrong, at the end, on a full pool."""
 
 import random
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -9,7 +10,7 @@ from baton.engine.core.request import FinishReason, Refusal, Speculation
 from baton.engine.speculation.control.controller import NUM_COLD_STEPS, PLAIN_RUN
 from tests.support.engine.collector import Collector, run_to_end
 from tests.support.engine.forced import ForcedProposer
-from tests.support.engine.serving import check_answers
+from tests.support.engine.serving import check_answers, random_requests
 from tests.support.engine.toy_engine import TOY_VOCAB, engine_request, toy_answer, toy_engine, toy_prompt
 
 
@@ -128,23 +129,10 @@ def test_random_load_on_a_small_pool_with_cancels(seed):
     """Everything at once; integrity after every step, no sequence is preempted for a guess of another."""
     chance = random.Random(seed)
     block_size = chance.choice([16, 32, 64])
-    shared, requests = toy_prompt(150, seed), []
-    for index in range(12):
-        tokens = shared[: chance.choice([0, 64, 100, 140])] + toy_prompt(chance.randint(1, 120), seed + index)
-        requests.append(
-            engine_request(
-                f"r{index}",
-                tokens,
-                max_tokens=chance.randint(1, 140),
-                n=chance.choice([1, 1, 1, 2, 3]),
-                temperature=chance.choice([0.0, 1.0]),
-                seed=index,
-                priority=chance.choice([0, 0, 1]),
-                stop_token_ids=frozenset(chance.sample(range(97), 1)),
-                min_tokens=chance.choice([0, 1]),
-                speculation=Speculation(num_tokens=chance.choice([None, None, 0, 2, 16])),
-            )
-        )
+    requests = [
+        replace(request, speculation=Speculation(num_tokens=chance.choice([None, None, 0, 2, 16])))
+        for request in random_requests(chance, seed, 12)
+    ]
     proposer = forced(requests, 0.8)
     engine = toy_engine(
         proposer,

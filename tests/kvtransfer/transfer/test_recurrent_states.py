@@ -105,37 +105,27 @@ def test_a_prefix_that_is_here_is_not_moved_and_neither_is_its_state(name):
     asyncio.run(main())
 
 
-def test_a_flipped_bit_is_found(name):
+def flip_a_bit(rig) -> None:
+    rig.state(rig.source_pool)[-5] ^= 4
+
+
+def use_again(rig) -> None:
+    rig.state_generation[rig.source_state] += 1
+
+
+@pytest.mark.parametrize("change, error", [(flip_a_bit, errors.DigestMismatch), (use_again, errors.StaleBlocks)])
+def test_a_state_that_changes_as_it_leaves_is_refused(name, change, error):
     async def main():
         async with running(name, HYBRID) as rig:
 
             def fault(frame, connection):
                 if of_state(frame, HYBRID):
-                    rig.state(rig.source_pool)[-5] ^= 4
+                    change(rig)
                 return [frame]
 
             rig.source.fault = fault
             destination = rig.destination()
-            with pytest.raises(errors.DigestMismatch):
-                await rig.fetch(rig.ready_offer(), destination)
-            assert not destination.upto
-            rig.source.cancel("k")
-
-    asyncio.run(main())
-
-
-def test_a_block_of_another_sequence_is_refused(name):
-    async def main():
-        async with running(name, HYBRID) as rig:
-
-            def fault(frame, connection):
-                if of_state(frame, HYBRID):
-                    rig.state_generation[rig.source_state] += 1
-                return [frame]
-
-            rig.source.fault = fault
-            destination = rig.destination()
-            with pytest.raises(errors.StaleBlocks):
+            with pytest.raises(error):
                 await rig.fetch(rig.ready_offer(), destination)
             assert not destination.upto
             rig.source.cancel("k")

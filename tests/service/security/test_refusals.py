@@ -6,25 +6,6 @@ from baton.service.security import refusals
 from baton.service.security.refusals import BURST, LONGEST_S, MAX_HELD, PER_S, Refusals
 
 
-@pytest.fixture
-def waits(monkeypatch) -> list[float]:
-    """Those that were begun; none takes any time."""
-    begun: list[float] = []
-
-    async def note(seconds: float) -> None:
-        begun.append(seconds)
-
-    monkeypatch.setattr(refusals, "sleep", note)
-    return begun
-
-
-@pytest.fixture
-def clock(monkeypatch) -> list[float]:
-    at = [1000.0]
-    monkeypatch.setattr(refusals, "now", lambda: at[0])
-    return at
-
-
 async def test_a_few_at_once_then_so_many_a_second(waits, clock):
     held = Refusals()
     for _ in range(BURST):

@@ -12,7 +12,6 @@ from hpack import Encoder
 
 from baton.service.net import server as grpc_server
 from baton.service.net.server import Health
-from baton.service.security import resets
 from baton.service.security.guard import Guard
 from baton.service.security.resets import NOTICE_S, WARY_S, Resets
 from baton.system import heap_bytes
@@ -26,25 +25,6 @@ HEAD: dict[bytes | str, bytes | str] = {
 }  # fmt: skip
 CANCEL = struct.pack(">I", 8)
 NUM_WARM, NUM_CALLS = 500, 2000
-
-
-@pytest.fixture
-def waits(monkeypatch) -> list[float]:
-    """Those that were begun; none takes any time."""
-    begun: list[float] = []
-
-    async def note(seconds: float) -> None:
-        begun.append(seconds)
-
-    monkeypatch.setattr(resets, "sleep", note)
-    return begun
-
-
-@pytest.fixture
-def clock(monkeypatch) -> list[float]:
-    at = [1000.0]
-    monkeypatch.setattr(resets, "now", lambda: at[0])
-    return at
 
 
 async def refuse(resets: Resets, error: BaseException) -> None:

@@ -7,7 +7,7 @@ from contextlib import suppress
 from baton.engine.core.request import Refusal, Request
 from baton.engine.engine import Engine
 from tests.support.engine.collector import Collector, Record, run_to_end
-from tests.support.engine.toy_engine import toy_answer
+from tests.support.engine.toy_engine import engine_request, toy_answer, toy_prompt
 
 # Options of requests whose answers repeat themselves, so that proposals from their own text are accepted.
 REPETITIVE = dict(logit_bias=tuple((token_id, 25.0) for token_id in range(3)))
@@ -47,6 +47,25 @@ def _resume_all(engine: Engine) -> None:
         engine.admission.resume(key)
 
 
+def random_requests(chance: random.Random, seed: int, count: int) -> list[Request]:
+    """Draw requests with prefixes in common, of all lengths, with several choices, stops and priorities."""
+    shared = toy_prompt(150, seed)
+    return [
+        engine_request(
+            f"r{index}",
+            shared[: chance.choice([0, 64, 100, 140])] + toy_prompt(chance.randint(1, 120), seed + index),
+            max_tokens=chance.randint(1, 140),
+            n=chance.choice([1, 1, 1, 2, 3]),
+            temperature=chance.choice([0.0, 1.0]),
+            seed=index,
+            priority=chance.choice([0, 0, 1]),
+            stop_token_ids=frozenset(chance.sample(range(97), 1)),
+            min_tokens=chance.choice([0, 1]),
+        )
+        for index in range(count)
+    ]
+
+
 def check_answers(records: Collector, requests) -> None:
     """Hold what a toy engine gave out against the answers that are computed without one."""
     for request in requests:
@@ -78,6 +97,26 @@ def serve(engine, requests, chance: random.Random | None = None, cancel: float =
     engine.step()
     check_empty(engine)
     return records, cancelled
+
+
+def serve_parking(engine, requests, chance: random.Random) -> Collector:
+    """Submit all at once, and park every now and then one that has begun, for a step. Returns records."""
+    records, parked = Collector(), set()
+    for request in requests:
+        engine.submit(request)
+    while engine.has_work() or parked:
+        records.take(engine.step())
+        engine.check_integrity()
+        for key in [request.key for request in requests]:
+            if key in parked:
+                engine.admission.resume(key)
+                parked.remove(key)
+            elif records[key].first and not records[key].ended and chance.random() < 0.2:
+                engine.admission.park(key)
+                parked.add(key)
+    engine.step()
+    check_empty(engine)
+    return records
 
 
 def check_empty(engine) -> None:
