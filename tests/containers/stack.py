@@ -4,9 +4,7 @@ import json
 import os
 import socket
 import subprocess
-import time
 import urllib.request
-from collections.abc import Callable
 from pathlib import Path
 
 import yaml
@@ -15,6 +13,7 @@ from baton.client import Client
 from tests.containers.engine import Engine
 from tests.containers.images import ROOT
 from tests.support.pace import patience
+from tests.support.waiting import until
 
 OURS = ("redis", "prefill_worker_cpu", "decode_worker_cpu", "gateway", "prometheus", "collector")
 PORTS = ("PORT", "FLEET_PORT", "ADMIN_PORT", "PROMETHEUS_PORT", "PORT_2", "FLEET_PORT_2", "ADMIN_PORT_2")
@@ -92,7 +91,7 @@ class Stack:
 
     def wait_healthy(self, *services: str, timeout_s: float = 240) -> None:
         for service in services:
-            wait_for(lambda: set(self.health(service)) == {"healthy"}, timeout_s, lambda: self.logs(service))
+            until(lambda: set(self.health(service)) == {"healthy"}, lambda: self.logs(service), timeout_s, pause_s=0.25)
 
     def logs(self, service: str, *argv: str) -> str:
         return self.compose("logs", "--no-color", *argv, service)[-6000:]
@@ -121,16 +120,6 @@ class Stack:
 
     def down(self) -> None:
         self.compose("down", "--volumes", "--timeout", "5", check=False)
-
-
-def wait_for(true: Callable[[], bool], timeout_s: float, why: Callable[[], object] = lambda: "") -> float:
-    """Return after how many seconds it was so."""
-    begun, timeout_s = time.monotonic(), patience(timeout_s)
-    while not true():
-        if time.monotonic() > begun + timeout_s:
-            raise AssertionError(f"not so within {timeout_s:g} s: {why()}")
-        time.sleep(0.25)
-    return time.monotonic() - begun
 
 
 def total(admin: str, name: str) -> float:

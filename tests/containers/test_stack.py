@@ -11,8 +11,9 @@ import pytest
 
 from baton.client import CallError
 from tests.containers import images
-from tests.containers.stack import Stack, total, wait_for
+from tests.containers.stack import Stack, total
 from tests.support.pace import patience
+from tests.support.waiting import until
 
 pytestmark = [pytest.mark.containers, pytest.mark.timeout(1200)]
 PROMPT = "def read_lines(path):\n    "
@@ -100,7 +101,7 @@ def test_a_worker_that_is_killed_in_mid_stream(stack, record):
 
     prompts = [f"# Number {each}\n{PROMPT}" for each in range(16)]
     with stack.client() as client:
-        wait_for(lambda: workers(stack) == 3, 60)
+        until(lambda: workers(stack) == 3, timeout_s=60)
         undisturbed = at_once(client, prompts, 1900)
         moved = stack.metric("baton_migrations_total")
         texts = at_once(client, prompts, 1900, kill)
@@ -180,7 +181,7 @@ def test_the_collector_keeps_spans_of_every_process(stack, record):
 
     with stack.client() as client:
         at_once(client, [f"# Text {each}\n{PROMPT * 80}" for each in range(8)], 8)
-    wait_for(lambda: roles() == wanted, 60, stack.kept)
+    until(lambda: roles() == wanted, stack.kept, 60)
     record["collector"] = {service: sum(names.values()) for service, names in stack.kept().items()}
 
 
@@ -192,7 +193,7 @@ def test_prometheus_scrapes_each_process_and_raises_an_alert(stack, record):
         return {(each["labels"]["job"], each["health"]) for each in found}
 
     jobs = {(f"baton-{role}", "up") for role in ("gateway", "prefill", "decode")} | {("collector", "up")}
-    wait_for(lambda: targets() == jobs, 60, targets)
+    until(lambda: targets() == jobs, targets, 60)
 
     def firing() -> set[str]:
         alerts = stack.prometheus("alerts")["alerts"]
@@ -201,10 +202,12 @@ def test_prometheus_scrapes_each_process_and_raises_an_alert(stack, record):
     stack.compose("stop", "redis")
     with stack.client() as client:
         assert text_of(client)
-    record["alert_s"] = round(wait_for(lambda: "BatonIndexDown" in firing(), 180, lambda: stack.prometheus("alerts")))
+    stopped = time.monotonic()
+    until(lambda: "BatonIndexDown" in firing(), lambda: stack.prometheus("alerts"), 180)
+    record["alert_s"] = round(time.monotonic() - stopped)
     stack.compose("start", "redis")
-    wait_for(lambda: "BatonIndexDown" not in firing(), 120, lambda: stack.prometheus("alerts"))
-    wait_for(lambda: stack.metric("baton_index_up") == 1, 30)
+    until(lambda: "BatonIndexDown" not in firing(), lambda: stack.prometheus("alerts"), 120)
+    until(lambda: stack.metric("baton_index_up") == 1)
 
 
 def test_logs_are_quiet_while_the_collector_is_away(stack, record):

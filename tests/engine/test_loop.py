@@ -15,6 +15,7 @@ from tests.support.engine.collector import Collector
 from tests.support.engine.handover import copy_kv, going_on
 from tests.support.engine.toy_engine import engine_request, toy_answer, toy_engine, toy_prompt
 from tests.support.pace import patience
+from tests.support.waiting import until
 
 PATIENCE_S = patience(30)
 
@@ -52,13 +53,6 @@ def loop_of():
         assert not loop.is_alive
 
 
-def wait_until(condition) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
-
-
 def test_answers_from_many_threads(loop_of):
     engine, gathered = toy_engine(max_num_seqs=8, num_blocks=128), Gathered()
     loop = loop_of(engine, gathered)
@@ -93,7 +87,7 @@ def test_the_beat_goes_on_while_idle_and_stops_with_a_stalled_step(loop_of):
     engine, gathered = toy_engine(), Gathered()
     loop = loop_of(engine, gathered)
     before = loop.last_beat
-    wait_until(lambda: loop.last_beat > before)
+    until(lambda: loop.last_beat > before)
     stalled, go_on = threading.Event(), threading.Event()
 
     def stall(batch):
@@ -111,7 +105,7 @@ def test_the_beat_goes_on_while_idle_and_stops_with_a_stalled_step(loop_of):
     assert loop.last_beat == beat
     go_on.set()
     gathered.wait(lambda records: records[request.key].ended is not None)
-    wait_until(lambda: loop.last_beat > beat)
+    until(lambda: loop.last_beat > beat)
 
 
 def test_a_crash_ends_what_the_step_computed_and_the_loop_goes_on(loop_of):
@@ -231,7 +225,7 @@ def test_what_waits_for_blocks_is_woken_when_they_come(loop_of):
     gathered.wait(lambda records: records[held.key].first is not None)
     growing = engine_request("growing", toy_prompt(40, 2), max_tokens=180)
     engine.submit(growing)
-    wait_until(lambda: engine.load_report().num_waiting == 1)
+    until(lambda: engine.load_report().num_waiting == 1)
     engine.check_integrity()
     engine.admission.release_lease(held.key)
     gathered.wait(lambda records: records[growing.key].ended is not None)
@@ -302,7 +296,7 @@ def test_a_lost_device_is_told_and_a_failed_step_is_not(monkeypatch, lost):
     monkeypatch.setattr(engine, "step", lambda: (_ for _ in ()).throw(failing.pop()) if failing else step())
     loop = EngineLoop(engine, gathered, told.append)
     loop.start()
-    wait_until(lambda: not failing)
+    until(lambda: not failing)
     request = engine_request("a", toy_prompt(10), max_tokens=4)
     engine.submit(request)
     gathered.wait(lambda records: records[request.key].ended is not None if request.key in records else False)
@@ -319,7 +313,7 @@ def test_a_failed_step_that_cannot_be_ended_is_told(monkeypatch):
     engine.submit(engine_request("a", toy_prompt(10), max_tokens=4))
     monkeypatch.setattr(engine.ledger, "release", None)
     loop.start()
-    wait_until(lambda: told or not loop.is_alive)
+    until(lambda: told or not loop.is_alive)
     assert told == ["TypeError: 'NoneType' object is not callable"]
     loop.stop()
 

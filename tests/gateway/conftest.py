@@ -28,7 +28,7 @@ from gateway.request.request_spec import SpecBuilder
 from gateway.request.validation import validate
 from tests.support.client import make_request
 from tests.support.gateway.fake_worker import FakeWorker
-from tests.support.pace import patience
+from tests.support.waiting import until_async
 
 CONTROLS = ["<|endoftext|>", "<|user|>", "<|assistant|>", "<|system|>", "<|end|>"]
 TEMPLATE = (
@@ -94,15 +94,13 @@ class Cluster:
     async def idle(self) -> None:
         """Every worker has everything back, and the gateway has no leg open and waits for no prompt to be read."""
         links = self.gateway.registry.links
-        async with asyncio.timeout(patience(10)):
-            while any(worker.held for worker in self.workers) or any(link.legs for link in links):
-                await asyncio.sleep(0.005)
+        await self.until(
+            lambda: not any(worker.held for worker in self.workers) and not any(each.legs for each in links)
+        )
         assert not any(link.num_prefill_tokens for link in links)
 
     async def until(self, is_true) -> None:
-        async with asyncio.timeout(patience(10)):
-            while not is_true():
-                await asyncio.sleep(0.002)
+        await until_async(is_true)
 
     def park(self, request_id: str, prompt, max_tokens: int, seed: int, n: int = 1) -> None:
         """Every decode worker has such a sequence, as if its session had been lost."""

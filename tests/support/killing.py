@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Iterator
 from pathlib import Path
 
+from tests.support.pace import patience
 from tests.support.process import ROOT
 
 
@@ -37,7 +38,7 @@ def waits_for_children(task: asyncio.Task) -> bool:
 
 async def kill(task: asyncio.Task, end: Exception | None) -> None:
     """End a task: what it waits for raises `end`, or is cancelled."""
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(patience(10)):
         while not task.done():
             waiter = None if _is_pausing(task) else task._fut_waiter
             while isinstance(waiter, asyncio.Task):

@@ -15,6 +15,7 @@ import pytest
 
 from baton.cli.client.chat import TerminalChat
 from baton.v1 import inference_pb2 as pb
+from tests.support import waiting
 from tests.support.launch.commands import run_closed
 from tests.support.pace import patience
 from tests.support.process import ROOT
@@ -101,10 +102,8 @@ def test_in_a_terminal(gateway):
         shown = shown.partition(text)[2]
 
     def until_it_waits() -> None:  # Python loses an interrupt between the last character and its wait for the next
-        deadline = time.monotonic() + patience(30)
-        while psutil.Process(child.pid).status() != psutil.STATUS_SLEEPING:
-            assert time.monotonic() < deadline, "it does not wait for a character"
-            time.sleep(0.01)
+        child_process = psutil.Process(child.pid)
+        waiting.until(lambda: child_process.status() == psutil.STATUS_SLEEPING, "it waits for no character")
 
     try:
         until(b"> ")

@@ -9,7 +9,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import psutil
@@ -24,6 +23,7 @@ from baton.service.settings import SettingsError, make_parser
 from tests.support.launch.stand_ins import make_stand_ins
 from tests.support.pace import patience
 from tests.support.process import ROOT
+from tests.support.waiting import until
 
 
 @pytest.fixture
@@ -43,13 +43,6 @@ def finish(process: subprocess.Popen) -> tuple[int, str, str]:
     finally:
         process.kill()
     return process.returncode, out, err
-
-
-def until(condition):
-    deadline = time.monotonic() + patience(20)
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def argvs(folder: Path, name: str) -> list[list[str]]:

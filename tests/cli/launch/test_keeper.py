@@ -19,6 +19,7 @@ from baton.cli.launch.placing.log import flush
 from baton.system import GroupEvents
 from tests.support.pace import patience
 from tests.support.process import children
+from tests.support.waiting import until_async
 
 IMPORTS = "import os, signal, sys, time\n"
 SAY_READY = "print('ready grpc=h:1 pid=%d' % os.getpid(), flush=True)\n"
@@ -38,13 +39,6 @@ def alive(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
         return False
-
-
-async def until(condition, what: str):
-    deadline = time.monotonic() + patience(20)
-    while not condition():
-        assert time.monotonic() < deadline, what
-        await asyncio.sleep(0.01)
 
 
 class ShownLog:
@@ -108,7 +102,7 @@ async def test_restarts_with_growing_pauses(tmp_path, capfd):
     log = tmp_path / "starts"
     body = READY + f"open({str(log)!r}, 'a').write(f'{{time.monotonic()}}\\n'); sys.exit(7)"
     keeper = Keeper("worker", program(body), pause_s=0.05, max_pause_s=0.2)
-    await until(lambda: log.exists() and len(log.read_text().split()) >= 5, "it was not started again")
+    await until_async(lambda: log.exists() and len(log.read_text().split()) >= 5, "it was not started again")
     await keeper.stop(10)
     starts = [float(line) for line in log.read_text().split()]
     gaps = [after - before for before, after in zip(starts, starts[1:])]
@@ -120,7 +114,7 @@ async def test_restarts_with_growing_pauses(tmp_path, capfd):
 
 async def test_a_settled_program_is_restarted_soon(shown):
     keeper = Keeper("worker", program(READY + "sys.exit(0)"), pause_s=0.01, settled_s=0.0)
-    await until(lambda: shown.read().count("again in") >= 3, "no restarts")
+    await until_async(lambda: shown.read().count("again in") >= 3, "no restarts")
     await keeper.stop(10)
     assert "0.02" not in shown.text
 
@@ -128,7 +122,7 @@ async def test_a_settled_program_is_restarted_soon(shown):
 async def test_killed_by_name(shown):
     keeper = Keeper("worker", program(READY + "time.sleep(60)"), pause_s=0.01)
     os.kill(int((await keeper.started)["pid"]), signal.SIGKILL)
-    await until(lambda: "was killed by SIGKILL" in shown.read(), "nothing was logged")
+    await until_async(lambda: "was killed by SIGKILL" in shown.read(), "nothing was logged")
     await keeper.stop(10)
 
 
@@ -142,11 +136,13 @@ async def test_its_end_is_seen_whoever_holds_its_pipes(apart):
     keeper = Keeper("worker", program(body), on_change=lives.append, pause_s=0.01)
     os.kill(int((await keeper.started)["pid"]), signal.SIGKILL)
     try:
-        await until(lambda: [life.state for life in lives].count("serving") == 2, "it was not started again")
+        await until_async(lambda: [life.state for life in lives].count("serving") == 2, "it was not started again")
         async with asyncio.timeout(patience(20)):
             assert await keeper.stop(patience(10))
         held = [int(life.fields["held"]) for life in lives if life.state == "serving"]
-        await until(lambda: [alive(pid) for pid in held] == [apart, apart], "what it had started in its group lives")
+        await until_async(
+            lambda: [alive(pid) for pid in held] == [apart, apart], "what it had started in its group lives"
+        )
     finally:
         for life in lives:
             if "held" in life.fields and alive(int(life.fields["held"])):
@@ -168,7 +164,7 @@ async def test_failed_start_is_its_last_line(status, expected, capfd):
 async def test_what_a_start_is_at_is_shown_at_once(shown):
     body = "sys.stderr.write('loading\\nstarting: x: reading /m\\n'); sys.stderr.flush(); time.sleep(60)"
     keeper = Keeper("x", program(IMPORTS + body))
-    await until(lambda: "starting: x: reading /m" in shown.read(), "it was held back")
+    await until_async(lambda: "starting: x: reading /m" in shown.read(), "it was held back")
     assert "loading" not in shown.text
     await keeper.stop(10)
 
@@ -218,7 +214,7 @@ def events(monkeypatch):
 async def test_a_limit_that_ended_a_start_is_told(events, tmp_path, end, killed, refused, wanted):
     wait = f"while not os.path.exists({str(tmp_path / 'go')!r}): time.sleep(0.01)\n"
     keeper = Keeper("x", program(IMPORTS + wait + end))
-    await until(lambda: keeper._child is not None, "it was not started")
+    await until_async(lambda: keeper._child is not None, "it was not started")
     events(killed, refused)
     (tmp_path / "go").touch()
     with pytest.raises(StartError) as raised:
@@ -232,7 +228,7 @@ async def test_a_limit_that_ended_what_served_is_told(events):
     pid = int((await keeper.started)["pid"])
     events(4, 5)
     os.kill(pid, signal.SIGKILL)
-    await until(lambda: any(life.state == "lost" for life in lives), "its end was not seen")
+    await until_async(lambda: any(life.state == "lost" for life in lives), "its end was not seen")
     assert "was killed by SIGKILL: memory, of which" in lives[-1].reason
     await keeper.stop(10)
 
@@ -241,7 +237,7 @@ async def test_what_stays_away_is_left_ended(shown):
     """It knows what keeps it, and tells the operator who drains it."""
     body = READY + "print(os.environ['BATON_KEEPER'], flush=True); sys.exit(3)"
     keeper = Keeper("decode worker 0", program(body), pause_s=0.01)
-    await until(lambda: "decode worker 0 was drained and stays away" in shown.read(), "it was not left ended")
+    await until_async(lambda: "decode worker 0 was drained and stays away" in shown.read(), "it was not left ended")
     assert shown.text.count("baton up\n") == 1 and "starts again" not in shown.text
     assert await keeper.stop(10)
 
@@ -255,7 +251,7 @@ async def test_silent_failed_start():
 async def test_a_slow_start_can_be_watched(shown, monkeypatch):
     monkeypatch.setattr("baton.cli.launch.placing.keeper._HOLD_S", 0.05)
     keeper = Keeper("gateway", program(IMPORTS + "print('no worker yet', file=sys.stderr); time.sleep(60)"))
-    await until(lambda: "no worker yet" in shown.read(), "nothing was shown")
+    await until_async(lambda: "no worker yet" in shown.read(), "nothing was shown")
     await keeper.stop(10)
 
 
@@ -272,7 +268,7 @@ async def test_its_children_go_with_it():
     keeper = Keeper("x", program(body))
     child = int((await keeper.started)["child"])
     await keeper.stop(0.2)  # the child has its stdout, so that it does not seem to go
-    await until(lambda: not alive(child), "its child lives")
+    await until_async(lambda: not alive(child), "its child lives")
 
 
 def test_it_does_not_outlive_us():
@@ -310,7 +306,7 @@ async def test_a_start_that_the_system_refuses_is_tried_again(capfd, monkeypatch
     keeper = Keeper("worker", program(READY + "time.sleep(60)"), pause_s=0.01)
     first = await keeper.started
     os.kill(int(first["pid"]), signal.SIGKILL)
-    await until(lambda: len(refused) == 3 and keeper._child.status is None, "it was not started again")
+    await until_async(lambda: len(refused) == 3 and keeper._child.status is None, "it was not started again")
     assert await keeper.stop(10)
     assert flush(patience(10))
     assert "worker could not be started: Resource temporarily unavailable; it starts again" in capfd.readouterr().err
@@ -352,7 +348,7 @@ async def test_a_child_that_cannot_be_waited_for_does_not_run_beside_the_next(mo
     monkeypatch.setattr(os, "pidfd_open", open_pidfd)
     keeper = Keeper("worker", program(READY + "time.sleep(60)"), on_change=lives.append, pause_s=0.01)
     os.kill(int((await keeper.started)["pid"]), signal.SIGKILL)
-    await until(lambda: lives[-1].state == "serving" and len(lives) > 3, "it was not started again")
+    await until_async(lambda: lives[-1].state == "serving" and len(lives) > 3, "it was not started again")
     assert [life.state for life in lives] == ["starting", "serving", "lost", "lost", "starting", "serving"]
     assert "could not be started" in lives[3].reason and len(refused) == 1
     assert {*children(os.getpid())} - before == {int(lives[-1].fields["pid"])}
@@ -383,6 +379,6 @@ async def test_a_child_goes_on_where_nobody_reads_what_it_says(monkeypatch):
             "worker", program(READY + "for _ in range(100_000): print('x' * 20, file=sys.stderr)\n" + SAY_READY)
         )
         await keeper.started
-        await until(lambda: keeper._child.status is not None, "the child hangs")
+        await until_async(lambda: keeper._child.status is not None, "the child hangs")
         await keeper.stop(10)
         assert flush(patience(10))

@@ -19,6 +19,7 @@ from tests.support.models import make_model
 from tests.support.pace import patience
 from tests.support.process import Process
 from tests.support.stack import SLOW_STEPS
+from tests.support.waiting import until
 
 PROMPT = "a lazy dog " * 60
 
@@ -50,13 +51,6 @@ def client(many):
     client = Client(many.target)
     yield client
     client.close()
-
-
-def until(is_true) -> None:
-    end = time.monotonic() + patience(30)
-    while not is_true():
-        assert time.monotonic() < end
-        time.sleep(0.02)
 
 
 def fleet(stack, method: str, request):

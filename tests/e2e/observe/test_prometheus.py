@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from urllib.parse import urlencode
 from urllib.request import urlopen
 
@@ -17,6 +18,7 @@ import yaml
 from tests.support.observe.deployed import ALL_RULES, DASHBOARDS, DEPLOY, panels
 from tests.support.pace import patience
 from tests.support.process import Process
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.long
 SCRAPE_S = 1
@@ -39,15 +41,11 @@ class Prometheus:
         return self.ask("query", query=text)["result"]
 
     def until(self, is_true, timeout_s: float = 30) -> None:
-        deadline = time.monotonic() + patience(timeout_s)
-        while True:
-            try:
-                if is_true():
-                    return
-            except OSError:
-                pass
-            assert time.monotonic() < deadline, "Prometheus does not reach it"
-            time.sleep(0.2)
+        def answers() -> bool:
+            with suppress(OSError):
+                return is_true()
+
+        until(answers, "Prometheus does not reach it", timeout_s, pause_s=0.2)
 
 
 def config(stack) -> dict:

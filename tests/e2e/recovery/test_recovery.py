@@ -42,9 +42,9 @@ SLOW = "engine.step=sleep:0.05"  # what runs, runs for seconds
 
 
 class PatientStack(Stack):
-    """Every process runs under tests/support/run_with_long_waits.py."""
+    """Every process runs under tests/support/launch/run_with_long_waits.py."""
 
-    launcher = ("-m", "tests.support.run_with_long_waits")
+    launcher = ("-m", "tests.support.launch.run_with_long_waits")
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,6 @@ from tests.support import bare_engine
 from tests.support.client import Client, gather
 from tests.support.model_folders.families import make_folder
 from tests.support.observe.probe import Probe
-from tests.support.pace import patience
 from tests.support.stack import SLOW_STEPS, Stack
 
 EOS = (0, 4)  # of tests/support/models.py
@@ -118,6 +117,6 @@ def test_nothing_is_held_in_the_end(stack, client):
     for process in stack.workers:
         probe = Probe(stack.address[process.name])
         try:
-            probe.wait_idle(timeout_s=patience(20))
+            probe.wait_idle(timeout_s=20)
         finally:
             probe.close()

@@ -1,13 +1,11 @@
 """Two gateways over the same workers and a real Redis: what one has served the other finds."""
 
-import time
-
 import pytest
 import redis
 
 from tests.support.client import Client
-from tests.support.pace import patience
 from tests.support.redis_server import RedisServer
+from tests.support.waiting import until
 
 
 @pytest.fixture(scope="module")
@@ -51,8 +49,5 @@ def test_names_in_redis_are_short_and_expire(clients, prompts, redis_server):
 
 def _wait_for_names(connection: redis.Redis, num_names: int) -> list[bytes]:
     """A gateway writes a moment after its workers' report."""
-    deadline = time.monotonic() + patience(20)
-    while len(names := connection.keys("kv:*")) < num_names:
-        assert time.monotonic() < deadline, f"{len(names)} of {num_names} spans were written"
-        time.sleep(0.02)
-    return names
+    until(lambda: len(connection.keys("kv:*")) >= num_names, lambda: connection.keys("kv:*"))
+    return connection.keys("kv:*")

@@ -9,6 +9,7 @@ import pytest
 
 from tests.support.faults.proxy import FaultProxy
 from tests.support.pace import patience
+from tests.support.waiting import until
 
 PATIENCE_S = patience(20)
 
@@ -155,10 +156,3 @@ def test_a_slow_close(proxy):
         sock.shutdown(socket.SHUT_WR)
         assert sock.recv(1) == b"" and time.monotonic() - sent >= 0.2
     until(lambda: proxy.num_open == 0)
-
-
-def until(is_true) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not is_true():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)

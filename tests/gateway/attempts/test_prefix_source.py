@@ -10,6 +10,7 @@ from gateway.link.worker_link import LinkState
 from gateway.routing.latency_model import PaceEstimator
 from tests.gateway.calls import PROMPT, generate, ids_of
 from tests.support.gateway.fake_worker import tokens_of
+from tests.support.waiting import until_async
 
 MAX_TOKENS = 4
 NUM_PREFIX = 256  # whole spans of the prompt with something left to compute
@@ -26,9 +27,11 @@ def test_tokens_in_place_of_an_offer():
 async def wait_for_index(c, holder) -> None:
     """Until the index has heard what the worker holds."""
     hashes = c.pipeline.prefix_hashes.spans("default", PROMPT[:NUM_PREFIX]).hashes
-    async with asyncio.timeout(10):
-        while not any(worker.startswith(holder.instance) for worker in await c.gateway.index.lookup(hashes)):
-            await asyncio.sleep(0.01)
+
+    async def has_heard() -> bool:
+        return any(worker.startswith(holder.instance) for worker in await c.gateway.index.lookup(hashes))
+
+    await until_async(has_heard)
 
 
 async def read_elsewhere(c, before=lambda holder, reader: None):

@@ -18,8 +18,9 @@ from gateway.prefix.slot_leases import KV_TTL_S
 from gateway.prefix.worker_bitmap import NUM_SLOTS, bit_sets, worker_bits_of
 from tests.gateway.calls import generate
 from tests.support.faults.proxy import FaultProxy
-from tests.support.gateway.redis_index import OTHER, SPANS, WORKER, finds, index, snapshot, until
+from tests.support.gateway.redis_index import OTHER, SPANS, WORKER, finds, index, snapshot
 from tests.support.redis_server import RedisServer
+from tests.support.waiting import until_async
 
 
 @pytest.fixture
@@ -30,7 +31,7 @@ def server(tmp_path):
 
 async def test_what_one_writes_the_other_finds(server):
     async with index(server, b"a") as a, index(server, b"b", None) as b:
-        await until(lambda: a.snapshots)
+        await until_async(lambda: a.snapshots)
         a.apply(WORKER, snapshot(*SPANS[:5]))
         await finds(b, WORKER, 5)
         a.apply(WORKER, pb.BlockEvents(seq=1, sealed=SPANS[5:8], evicted=SPANS[3:4]))
@@ -45,7 +46,7 @@ async def test_long_prompts_are_looked_up_by_samples(server):
     chain = [hashlib.sha256(b"long%d" % i).digest() for i in range(300)]
     async with index(server, b"one") as one:
         one.join(OTHER, lambda: None)
-        await until(lambda: len(one._slots.worker_bits.worker_at) == 2)
+        await until_async(lambda: len(one._slots.worker_bits.worker_at) == 2)
         for lengths, expected in (
             ((300, 40), (300, 32)), ((250, 250), (250, 250)), ((17, 3), (17, 2)), ((3, 0), (3, 0)), ((64, 63), (64, 48)),
             ((100, 99), (100, 99)),
@@ -55,19 +56,19 @@ async def test_long_prompts_are_looked_up_by_samples(server):
                 one._workers[worker].feed.subscribe()
                 one._workers[worker].feed.spans.clear()
                 one.apply(worker, snapshot(*chain[:length]))
-            await until(lambda: len(server.client.keys("kv:*")) == max(lengths))
-            await until(lambda: not any(entry.pending for entry in one._workers.values()))
+            await until_async(lambda: len(server.client.keys("kv:*")) == max(lengths))
+            await until_async(lambda: not any(entry.pending for entry in one._workers.values()))
 
             async def found() -> bool:
                 matches = await one.lookup(chain)
                 return tuple(map(matches.get, (WORKER, OTHER))) == expected
 
-            await until(found)
+            await until_async(found)
 
 
 async def test_two_workers_have_two_slots(server):
     async with index(server, b"a") as a, index(server, b"b", OTHER) as b:
-        await until(lambda: a.snapshots and b.snapshots)
+        await until_async(lambda: a.snapshots and b.snapshots)
         a.apply(WORKER, snapshot(*SPANS[:5]))
         b.apply(OTHER, snapshot(*SPANS[:2]))
         await finds(a, OTHER, 2)
@@ -77,7 +78,7 @@ async def test_two_workers_have_two_slots(server):
 
 async def test_one_gateway_writes(server):
     async with index(server, b"a") as a, index(server, b"b") as b:
-        await until(lambda: a.snapshots + b.snapshots)
+        await until_async(lambda: a.snapshots + b.snapshots)
         await asyncio.sleep(0.2)
         assert a.snapshots + b.snapshots == 1, "two gateways write one worker's events"
         writer, reader = (a, b) if a.snapshots else (b, a)
@@ -89,18 +90,18 @@ async def test_one_gateway_writes(server):
 async def test_the_writer_goes_and_another_takes_over(server):
     async with contextlib.AsyncExitStack() as stack:
         async with index(server, b"a") as a:
-            await until(lambda: a.snapshots)
+            await until_async(lambda: a.snapshots)
             b = await stack.enter_async_context(index(server, b"b"))
-            await until(lambda: not b._joined.is_set())  # its first heartbeat has been
+            await until_async(lambda: not b._joined.is_set())  # its first heartbeat has been
             assert not b.snapshots and server.client.get(b"baton:writer:" + WORKER) == b"a"
         server.client.delete(b"baton:writer:" + WORKER)  # instead of waiting for its time to live
-        await until(lambda: b.snapshots)
+        await until_async(lambda: b.snapshots)
         assert server.client.get(b"baton:writer:" + WORKER) == b"b"
 
 
 async def test_a_gap_asks_for_a_snapshot(server):
     async with index(server, b"a") as a:
-        await until(lambda: a.snapshots == 1)
+        await until_async(lambda: a.snapshots == 1)
         a.apply(WORKER, snapshot(*SPANS[:2]))
         a.apply(WORKER, pb.BlockEvents(seq=2, sealed=SPANS[2:4]))
         assert a.snapshots == 2
@@ -120,26 +121,26 @@ async def test_another_secret_refuses(server):
 async def test_another_secret_there_counts_for_as_long_as_it_is_there(server, caplog, monkeypatch):
     monkeypatch.setattr(redis_index, "_HEARTBEAT_S", 0.05)
     async with index(server, b"a") as a:
-        await until(lambda: a.snapshots)
+        await until_async(lambda: a.snapshots)
         a.apply(WORKER, snapshot(*SPANS[:5]))
         await finds(a, WORKER, 5)
         server.client.set("baton:secret", b"of another cluster")
-        await until(lambda: a.down == "another cluster secret is in use there")
+        await until_async(lambda: a.down == "another cluster secret is in use there")
         assert await a.lookup(SPANS) == {}
         a.apply(WORKER, pb.BlockEvents(seq=1, sealed=SPANS[5:8], evicted=SPANS[3:4]))
-        await until(lambda: not a._joined.is_set())
+        await until_async(lambda: not a._joined.is_set())
         a._joined.set()  # another heartbeat
-        await until(lambda: not a._joined.is_set())
+        await until_async(lambda: not a._joined.is_set())
         assert a.is_disabled and caplog.text.count("not used") == 1
         server.client.delete("baton:secret")
-        await until(lambda: not a.down)
+        await until_async(lambda: not a.down)
         await finds(a, WORKER, 3)
         await finds(a, WORKER, 4, SPANS[4:])
 
 
 async def test_a_dead_redis_is_a_miss(server):
     async with index(server, b"a") as a:
-        await until(lambda: a.snapshots)
+        await until_async(lambda: a.snapshots)
         a.apply(WORKER, snapshot(*SPANS[:5]))
         await finds(a, WORKER, 5)
         server.kill()
@@ -153,18 +154,18 @@ async def test_a_dead_redis_is_a_miss(server):
 async def test_a_dead_redis_is_known_though_nobody_asks(server):
     """Short prompts look nothing up: the heartbeat finds it, and that it is back."""
     async with index(server, b"a") as a:
-        await until(lambda: a.snapshots)
+        await until_async(lambda: a.snapshots)
         assert not a.down
         server.kill()
-        await until(lambda: a.down == "it does not answer")
+        await until_async(lambda: a.down == "it does not answer")
         server.start()
-        await until(lambda: not a.down)
+        await until_async(lambda: not a.down)
 
 
 async def test_what_is_wrong_with_it_is_told(server):
     """By its name: who reads that it does not answer would look for a dead one."""
     async with index(server, b"a") as a:
-        await until(lambda: a.snapshots)
+        await until_async(lambda: a.snapshots)
         client = server.client
         rights = {"enabled": True, "nopass": True, "keys": ["*"], "categories": ["+@all"]}
         for told, begin, end in (
@@ -181,13 +182,13 @@ async def test_what_is_wrong_with_it_is_told(server):
             ),
         ):
             begin()
-            await until(lambda: a.down == told)
+            await until_async(lambda: a.down == told)
             end()
-            await until(lambda: not a.down)
+            await until_async(lambda: not a.down)
         client.config_set("requirepass", "right")
         server.url = server.url.replace("//", "//:wrong@")
         async with index(server, b"b") as b:
-            await until(lambda: b.down)
+            await until_async(lambda: b.down)
             assert b.down == "it refuses the gateway's user or password"
 
 
@@ -201,11 +202,11 @@ async def test_what_is_wrong_with_it_is_told(server):
 async def test_what_only_writes_need_is_told_too_and_not_at_every_batch(server, lacks, told, caplog, monkeypatch):
     monkeypatch.setattr(redis_index, "_HEARTBEAT_S", 0.05)
     async with index(server, b"a") as a:
-        await until(lambda: a.snapshots)
+        await until_async(lambda: a.snapshots)
         rights = {"enabled": True, "nopass": True, "keys": ["*"], "categories": ["+@all"]}
         server.client.acl_setuser("default", **rights, commands=[lacks])
         a.apply(WORKER, snapshot(*SPANS[:5]))
-        await until(lambda: a.down == told)
+        await until_async(lambda: a.down == told)
         batches, write = [], a._write_batch
 
         async def counted(*args) -> None:
@@ -213,10 +214,10 @@ async def test_what_only_writes_need_is_told_too_and_not_at_every_batch(server, 
             await write(*args)
 
         a._write_batch = counted
-        await until(lambda: len(batches) > 4)
+        await until_async(lambda: len(batches) > 4)
         assert a.down and caplog.text.count("were not written") == 1
         server.client.acl_setuser("default", **rights)
-        await until(lambda: not a.down)
+        await until_async(lambda: not a.down)
         await finds(a, WORKER, 5)
 
 
@@ -243,19 +244,19 @@ async def test_that_no_slot_is_free_is_told_and_not_at_every_heartbeat(server, s
     server.client.mset({f"baton:slot:{number}": slot for number in range(NUM_SLOTS)})
     async with index(server, b"a") as a:
         a.join(OTHER, lambda: None)
-        await until(lambda: a.down == "no slot is free")
-        await until(lambda: all(entry.num_slots > 5 for entry in a._workers.values()))
+        await until_async(lambda: a.down == "no slot is free")
+        await until_async(lambda: all(entry.num_slots > 5 for entry in a._workers.values()))
         assert a.down == "no slot is free" and caplog.text.count("no slot is free") == 1
         server.client.delete("baton:slot:3", "baton:slot:4")
         monkeypatch.setattr(slot_leases, "GIVE_UP_S", 0.1)  # the slots had others a moment ago
-        await until(lambda: not a.down)
+        await until_async(lambda: not a.down)
 
 
 async def test_what_cannot_be_written_for_long_takes_no_more_and_more_memory(server, monkeypatch):
     """Of a small pool that turns over, where heartbeats succeed and writes do not: once they do, all is right again."""
     monkeypatch.setattr(redis_index, "_HEARTBEAT_S", 0.05)
     async with index(server, b"a") as a:
-        await until(lambda: a.snapshots)
+        await until_async(lambda: a.snapshots)
         a.apply(WORKER, snapshot(*SPANS))
         await finds(a, WORKER, 20)
         rights = {"enabled": True, "nopass": True, "keys": ["*"], "categories": ["+@all"]}
@@ -264,9 +265,9 @@ async def test_what_cannot_be_written_for_long_takes_no_more_and_more_memory(ser
         for seq, (old, new) in enumerate(itertools.pairwise(chains), 1):
             a.apply(WORKER, pb.BlockEvents(seq=seq, sealed=new, evicted=old))
             if seq % 100 == 0:
-                await until(lambda: entry.unwritten_for and len(entry.pending) < 200)
+                await until_async(lambda: entry.unwritten_for and len(entry.pending) < 200)
         server.client.acl_setuser("default", **rights)
-        await until(lambda: entry.num_slots == 2 and not a.down)
+        await until_async(lambda: entry.num_slots == 2 and not a.down)
         await finds(a, WORKER, 1, chains[-1])
         await finds(a, WORKER, 0)
 
@@ -274,13 +275,13 @@ async def test_what_cannot_be_written_for_long_takes_no_more_and_more_memory(ser
 async def test_what_fails_is_tried_again_at_heartbeats_alone(server, caplog):
     """Not with each event: that took the loop a copy of all that waits, fifty times a second."""
     async with index(server, b"a") as a:
-        await until(lambda: a.snapshots)
+        await until_async(lambda: a.snapshots)
         a.apply(WORKER, snapshot(*SPANS[:5]))
         await finds(a, WORKER, 5)
         server.client.config_set("maxmemory", "1")
         server.client.config_set("maxmemory-policy", "noeviction")
         a.apply(WORKER, pb.BlockEvents(seq=1, sealed=SPANS[5:6]))
-        await until(lambda: a.down)
+        await until_async(lambda: a.down)
         a._written.clear()
         a.apply(WORKER, pb.BlockEvents(seq=2, sealed=SPANS[6:7]))
         assert not a._written.is_set()
@@ -301,26 +302,26 @@ async def test_one_that_comes_back_with_what_it_saved_before_says_nothing_of_the
     evicted, held = SPANS[:5], SPANS[5:12]
     with RestoredRedis(tmp_path) as server:
         async with index(server, b"a") as a, index(server, b"b", None) as b:
-            await until(lambda: a.snapshots)
+            await until_async(lambda: a.snapshots)
             a.apply(WORKER, snapshot(*evicted))
             await finds(b, WORKER, 5, evicted)
-            await until(lambda: server.client.keys("baton:beat:*"))
+            await until_async(lambda: server.client.keys("baton:beat:*"))
             server.client.save()
             a.apply(WORKER, pb.BlockEvents(seq=1, sealed=held, evicted=evicted))
             await finds(b, WORKER, 7, held)
             server.kill()
             server.start()
             if is_written:
-                await until(lambda: answers(a._control))
+                await until_async(lambda: answers(a._control))
                 a.apply(WORKER, pb.BlockEvents(seq=2, sealed=SPANS[12:13]))
-                await until(lambda: server.client.exists(b"kv:" + SPANS[12][:16]))
+                await until_async(lambda: server.client.exists(b"kv:" + SPANS[12][:16]))
             await finds(b, WORKER, 7, held)
             await finds(b, WORKER, 0, evicted)
 
 
 async def test_a_frozen_redis_costs_the_budget_and_then_nothing(server):
     async with index(server, b"a") as a:
-        await until(lambda: a.snapshots)
+        await until_async(lambda: a.snapshots)
         a.apply(WORKER, snapshot(*SPANS[:5]))
         await finds(a, WORKER, 5)
         server.freeze()
@@ -349,7 +350,7 @@ async def test_lookups_stay_off_for_as_long_as_they_cannot_succeed(is_slow, serv
     rights = {"enabled": True, "nopass": True, "categories": ["+@all"], "reset_keys": True}
     chain = [hashlib.sha256(b"long%d" % i).digest() for i in range(100)]
     async with index(server, b"a") as a:
-        await until(lambda: a.snapshots)
+        await until_async(lambda: a.snapshots)
         a.apply(WORKER, snapshot(*chain[:70]))
         await finds(a, WORKER, 70, chain)
         if is_slow:
@@ -369,19 +370,19 @@ async def test_lookups_stay_off_for_as_long_as_they_cannot_succeed(is_slow, serv
             await a.lookup(chain)
             return len(beats) > 4
 
-        await until(asked_for_some_beats)
+        await until_async(asked_for_some_beats)
         assert a.down and caplog.text.count("lookups are") <= 1
         proxy.delay(0.0)
         server.client.acl_setuser("default", **rights, keys=["*"])
         await finds(a, WORKER, 70, chain)
-        await until(lambda: not a.down)
+        await until_async(lambda: not a.down)
     proxy.close()
 
 
 async def test_lookups_that_fail_together_are_one_failure(server):
     """Many at once may take longer than their budget in this process: Redis does not answer worse for that."""
     async with index(server, b"a") as a:
-        await until(lambda: a.snapshots)
+        await until_async(lambda: a.snapshots)
         a.apply(WORKER, snapshot(*SPANS[:5]))
         await finds(a, WORKER, 5)
         server.freeze()
@@ -392,7 +393,7 @@ async def test_lookups_that_fail_together_are_one_failure(server):
 
 async def test_whatever_stands_in_redis_is_survived(server):
     async with index(server, b"a") as a:
-        await until(lambda: a.snapshots)
+        await until_async(lambda: a.snapshots)
         a.apply(WORKER, snapshot(*SPANS[:8]))
         await finds(a, WORKER, 8)
         names = [b"kv:" + span[:16] for span in SPANS]
@@ -411,7 +412,7 @@ async def test_whatever_stands_in_redis_is_survived(server):
 
 async def test_flushall_is_healed(server):
     async with index(server, b"a") as a:
-        await until(lambda: a.snapshots)
+        await until_async(lambda: a.snapshots)
         a.apply(WORKER, snapshot(*SPANS[:6]))
         await finds(a, WORKER, 6)
         server.client.flushall()
@@ -421,7 +422,7 @@ async def test_flushall_is_healed(server):
 async def test_a_cancelled_lookup_leaves_no_reply_for_another(server, monkeypatch):
     monkeypatch.setattr(redis_index, "BUDGET_S", 60.0)  # however slow this machine is
     async with index(server, b"a") as a:
-        await until(lambda: a.snapshots)
+        await until_async(lambda: a.snapshots)
         a.apply(WORKER, snapshot(*SPANS[:6]))
         await finds(a, WORKER, 6)
         for _ in range(50):
@@ -446,12 +447,12 @@ async def test_two_gateways_share_what_they_served(cluster, server):
             "decode_workers": tuple(worker.address for worker in a.decode),
         }
         async with cluster(num_prefill=0, redis=server.url, **{**addresses, "split": "auto"}) as b:
-            await until(lambda: len(server.client.keys("baton:slot:*")) == 3)
+            await until_async(lambda: len(server.client.keys("baton:slot:*")) == 3)
             found = False
             for attempt in range(1, 6):  # on a busy machine Redis may answer after its budget
                 prompt = [10 + attempt, *range(10, 329)] * 2
                 assert (await generate(a, prompt, max_tokens=3))[-1].usage.cached_tokens == 0
-                await until(lambda: len(server.client.keys("kv:*")) == 10 * attempt)
+                await until_async(lambda: len(server.client.keys("kv:*")) == 10 * attempt)
                 found = found or (await generate(b, prompt, max_tokens=3))[-1].usage.cached_tokens >= 0.9 * len(prompt)
             assert found
 
@@ -488,7 +489,7 @@ async def test_a_new_worker_inherits_nothing_of_a_dead_one(server, short_lives):
     nothing."""
     async with index(server, b"a") as a:
         a.join(OTHER, lambda: None)
-        await until(lambda: all(entry.slot is not None for entry in a._workers.values()))
+        await until_async(lambda: all(entry.slot is not None for entry in a._workers.values()))
         for worker in (WORKER, OTHER):
             a._workers[worker].feed.subscribe()
             a.apply(worker, snapshot(*SPANS))
@@ -497,22 +498,22 @@ async def test_a_new_worker_inherits_nothing_of_a_dead_one(server, short_lives):
         slot = a._workers[WORKER].slot
         a.drop(WORKER)
         name = f"baton:slot:{slot}"
-        await until(lambda: server.client.get(name) == slot_leases.RETIRED)
-        await until(lambda: server.client.get(name) is None)
+        await until_async(lambda: server.client.get(name) == slot_leases.RETIRED)
+        await until_async(lambda: server.client.get(name) is None)
         kept = [server.client.getbit(b"kv:" + span[:16], slot) for span in SPANS]
         assert kept == [0] * 20, "bits of the dead worker are in its slot, which is free"
         await finds(a, OTHER, 20)
-        await until(lambda: not a._slots._holders[slot])
+        await until_async(lambda: not a._slots._holders[slot])
         await asyncio.sleep(1.2)  # it stays with its last worker for as long as a writer may be silent
         new = b"n" * 24
         a.join(new, lambda: None)
-        await until(lambda: a._workers[new].slot == slot)
+        await until_async(lambda: a._workers[new].slot == slot)
         assert (await a.lookup(SPANS)).get(new, 0) == 0
 
 
 async def test_one_key_of_another_kind_holds_up_no_others(server):
     async with index(server, b"a") as a:
-        await until(lambda: a.snapshots)
+        await until_async(lambda: a.snapshots)
         server.client.lpush(b"kv:" + SPANS[3][:16], "no bit string")
         a.apply(WORKER, snapshot(*SPANS))
         await finds(a, WORKER, 3)
@@ -523,13 +524,13 @@ async def test_one_key_of_another_kind_holds_up_no_others(server):
 async def test_a_batch_that_fails_is_written_again(server, caplog):
     """Evictions too, which no snapshot would tell again."""
     async with index(server, b"a") as a:
-        await until(lambda: a.snapshots)
+        await until_async(lambda: a.snapshots)
         a.apply(WORKER, snapshot(*SPANS))
         await finds(a, WORKER, 20)
         server.client.config_set("maxmemory", "1")
         server.client.config_set("maxmemory-policy", "noeviction")
         a.apply(WORKER, pb.BlockEvents(seq=1, evicted=SPANS[7:]))
-        await until(lambda: "index events were not written" in caplog.text)
+        await until_async(lambda: "index events were not written" in caplog.text)
         server.client.config_set("maxmemory", "0")
         await finds(a, WORKER, 7)
 
@@ -537,13 +538,13 @@ async def test_a_batch_that_fails_is_written_again(server, caplog):
 async def test_another_writer_takes_another_slot(server):
     """It cannot know which bits the last one set."""
     async with index(server, b"a") as a:
-        await until(lambda: a.snapshots)
+        await until_async(lambda: a.snapshots)
         a.apply(WORKER, snapshot(*SPANS))
         await finds(a, WORKER, 20)
         slot = a._workers[WORKER].slot
     server.client.delete(b"baton:writer:" + WORKER)
     async with index(server, b"b") as b:
-        await until(lambda: b.snapshots)
+        await until_async(lambda: b.snapshots)
         b.apply(WORKER, snapshot(*SPANS[:4]))
         await finds(b, WORKER, 4)
         assert b._workers[WORKER].slot != slot

@@ -7,6 +7,7 @@ import pytest
 
 from gateway.text.text_threads import NUM_CHECKS, NUM_THREADS, TextThreads
 from tests.support.pace import patience
+from tests.support.waiting import until_async
 
 
 class Gate:
@@ -44,7 +45,7 @@ async def test_no_call_needs_a_thread_to_be_started(threads, monkeypatch):
     calls = [asyncio.create_task(threads.run(gate._name[0], gate)) for gate in gates]
     try:
         async with asyncio.timeout(patience(10)):
-            await until(lambda: all(gate.began.is_set() for gate in gates))
+            await until_async(lambda: all(gate.began.is_set() for gate in gates))
             for gate in gates:
                 gate.go.set()
             assert await asyncio.gather(*calls) == ["a1", "b1"]
@@ -67,20 +68,13 @@ async def test_where_a_thread_cannot_be_started_none_stays(monkeypatch):
         patched.setattr(threading.Thread, "start", start_two)
         with pytest.raises(RuntimeError, match="can't start new thread"):
             TextThreads(3)
-    await until(lambda: not any(thread.is_alive() for thread in started))
+    await until_async(lambda: not any(thread.is_alive() for thread in started))
     assert len(started) == 2
 
 
 def test_a_tenant_never_has_them_all():
     assert NUM_CHECKS >= 2
     assert NUM_THREADS >= 3, "nor does one long text hold up all others of its tenant"
-
-
-async def until(is_so):
-    deadline = asyncio.get_running_loop().time() + patience(10)
-    while not is_so():
-        assert asyncio.get_running_loop().time() < deadline
-        await asyncio.sleep(0.001)
 
 
 async def test_a_tenant_alone_has_all_but_one():
@@ -108,7 +102,7 @@ async def test_the_next_thread_is_for_who_has_fewest():
         for name in ("a1", "a2", "a3", "b1"):
             await gates[name].until_began()
         gates["a1"].go.set()
-        await until(lambda: gates["a4"].began.is_set() or gates["b2"].began.is_set())
+        await until_async(lambda: gates["a4"].began.is_set() or gates["b2"].began.is_set())
         assert gates["b2"].began.is_set(), "a has two, b has one"
     finally:
         for gate in gates.values():

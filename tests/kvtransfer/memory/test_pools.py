@@ -21,7 +21,8 @@ from kvtransfer.memory.pools import BytePlaces, DevicePool, OnDevice
 from kvtransfer.transports.transport import TransportChoice
 from kvtransfer.wire import taker_to_proto
 from tests.support.kvtransfer.cuda_stand_in import Cudart, Host
-from tests.support.kvtransfer.rig import NUM_BLOCKS, NUM_TOKENS, Rig, assert_still_serves, kind, layout, running, until
+from tests.support.kvtransfer.rig import NUM_BLOCKS, NUM_TOKENS, Rig, assert_still_serves, kind, layout, running
+from tests.support.waiting import until_async
 
 SIDES = [sides for sides in itertools.product((True, False), repeat=2) if any(sides)]
 UNTOUCHED = 0x55  # of a mirror in the rig
@@ -98,7 +99,7 @@ def test_other_transports_go_through_the_mirror(name, sides, block_size, small_r
             rig.taker_pool[:] = 0xAA
             offer, destination = rig.offer(num_ready_tokens=64), rig.destination()
             fetching = asyncio.create_task(rig.fetch(offer, destination))
-            await until(lambda: destination.upto == [64], "the cached prefix leaves at once")
+            await until_async(lambda: destination.upto == [64], "the cached prefix leaves at once")
             rig.source.advance("k", 192, 1)
             rig.source.advance("k", 192)
             rig.source.finish("k")

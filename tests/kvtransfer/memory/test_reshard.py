@@ -28,7 +28,8 @@ from tests.support.kvtransfer.ranks_and_forms import (
     layout,
     numerics,
 )  # fmt: skip
-from tests.support.kvtransfer.rig import Destination, span_hashes, until
+from tests.support.kvtransfer.rig import Destination, span_hashes
+from tests.support.waiting import until_async
 
 CUTS = [*(by_heads(tp) for tp in (1, 2, 4)), by_layers(2)]
 FORMS = (("bf16", "bf16"), ("int4", "int4"), ("bf16", "int8"), ("fp32", "fp8_e4m3"), ("int8", "int4"))
@@ -244,9 +245,11 @@ def test_another_model_or_shape():
 # ---- over real connections ----
 
 
-@pytest.mark.parametrize("transport", ("inproc", "shm", "tcp"))
-@pytest.mark.parametrize("digest", ("sum", "sha256"))
-@pytest.mark.parametrize("source_cut, taker_cut", ((1, 2), (2, 1), (4, 2), (2, 4), (1, 8)), ids=lambda tp: str(tp))
+@pytest.mark.parametrize(
+    "transport, digest, source_cut, taker_cut",
+    [("inproc", "sum", *cuts) for cuts in ((1, 2), (2, 1), (4, 2), (2, 4), (1, 8))]
+    + [(name, digest, 2, 4) for name in ("shm", "tcp") for digest in ("sum", "sha256")],
+)
 def test_ranks_pull_what_crosses_their_own(transport, digest, source_cut, taker_cut):
     async def main():
         shapes = (layout(16, "bf16"), by_heads(source_cut), layout(64, "int8"), by_heads(taker_cut))
@@ -255,14 +258,16 @@ def test_ranks_pull_what_crosses_their_own(transport, digest, source_cut, taker_
             destinations = cluster.destinations(300)
             fetching = asyncio.create_task(cluster.fetch(handle, ticket, destinations))
             cluster.advance("k", 128)
-            await until(lambda: all(each.upto[-1:] == [128] for each in destinations), "the first chunk, on all ranks")
+            await until_async(
+                lambda: all(each.upto[-1:] == [128] for each in destinations), "the first chunk, on all ranks"
+            )
             cluster.advance("k", 300, 2)
             cluster.finish("k")
             reports = await fetching
             assert all(report.numerics == MIXED and report.num_tokens == 300 for report in reports)
             assert all(report.num_bytes_early > 0 for report in reports)
             cluster.check_arrived((0, 127, 128, 299))
-            await until(lambda: len(cluster.endings) == source_cut, "every rank's lease is over")
+            await until_async(lambda: len(cluster.endings) == source_cut, "every rank's lease is over")
             assert {ending for _, _, ending in cluster.endings} == {"released"}
 
     asyncio.run(main())

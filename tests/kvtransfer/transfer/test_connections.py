@@ -17,8 +17,9 @@ from kvtransfer.transfer import connections, pull, source_dialogue
 from kvtransfer.transfer.ticket import parse_ticket
 from kvtransfer.transports import grpc_stream, socket_folder
 from kvtransfer.transports.socket_connection import SocketConnection
-from tests.support.kvtransfer.rig import NUM_TOKENS, running, until
+from tests.support.kvtransfer.rig import NUM_TOKENS, running
 from tests.support.pace import patience
+from tests.support.waiting import until_async
 
 DOORS = ("cuda_ipc", "shm", "tcp", "grpc")
 SOCKETS = DOORS[:3]
@@ -114,7 +115,7 @@ def test_a_want_that_trickles_is_late(name, monkeypatch):
             stranger = Stranger(name, address_of(rig, name))
             await stranger.hung_up()
             stranger.close()
-            await until(lambda: rig.source.num_connections == 0, "the connection is closed on this side too")
+            await until_async(lambda: rig.source.num_connections == 0, "the connection is closed on this side too")
             assert rig.source.counters["peer_lost"] == 1
 
     asyncio.run(main())
@@ -128,7 +129,7 @@ def test_a_stream_without_a_message_is_late(monkeypatch):
             stranger = GrpcStranger(address_of(rig, "grpc"))
             await stranger.hung_up()
             await stranger.close()
-            await until(lambda: rig.source.num_connections == 0, "the stream is closed")
+            await until_async(lambda: rig.source.num_connections == 0, "the stream is closed")
 
     asyncio.run(main())
 
@@ -198,7 +199,7 @@ def test_a_crowd_of_strangers_delays_no_taker(name, count):
             await _crowd(rig, name, count, each)
             assert opened == [name] * len(fetched) and len(fetched) >= 10
             await rig.wait_released(*fetched)
-            await until(lambda: rig.source.num_connections == 0, "all connections are closed")
+            await until_async(lambda: rig.source.num_connections == 0, "all connections are closed")
 
     asyncio.run(main())
 
@@ -211,7 +212,7 @@ def test_a_connection_that_has_shown_a_ticket_stays(name):
         async with running(name) as rig:
             destination = rig.destination()
             fetching = asyncio.create_task(rig.fetch(rig.offer(num_ready_tokens=64), destination))
-            await until(lambda: destination.upto == [64], "the first span")
+            await until_async(lambda: destination.upto == [64], "the first span")
 
             async def each(index):
                 await asyncio.sleep(0)
@@ -229,7 +230,7 @@ def test_each_transport_has_places_of_its_own():
     async def main():
         async with running(("shm", "tcp")) as rig:
             slow = Stranger("shm", address_of(rig, "shm"))
-            await until(lambda: rig.source.num_connections == 1, "the first one is there")
+            await until_async(lambda: rig.source.num_connections == 1, "the first one is there")
 
             async def each(index):
                 await asyncio.sleep(0)
@@ -249,9 +250,9 @@ def test_as_many_takers_as_there_are_places(name, monkeypatch):
         async with running(name) as rig:
             first, second = rig.destination(), rig.destination()
             fetching = asyncio.create_task(rig.fetch(rig.offer("a", num_ready_tokens=64), first))
-            await until(lambda: first.upto == [64], "the first span")
+            await until_async(lambda: first.upto == [64], "the first span")
             turned_away = asyncio.create_task(rig.fetch(rig.ready_offer("b"), second))
-            await until(lambda: rig.source.counters["peer_lost"] > 0, "the second is turned away")
+            await until_async(lambda: rig.source.counters["peer_lost"] > 0, "the second is turned away")
             rig.source.finish("a")
             await fetching
             await turned_away
@@ -337,7 +338,7 @@ def test_a_ticket_that_is_in_use_is_refused(name, caplog, monkeypatch):
         async with running(name) as rig:
             offer, destination, stolen = rig.offer(num_ready_tokens=64), rig.destination(), rig.destination()
             fetching = asyncio.create_task(rig.fetch(offer, destination))
-            await until(lambda: destination.upto == [64], "the first span")
+            await until_async(lambda: destination.upto == [64], "the first span")
             thief = rig.make_fetcher(b"decode-0", 22)
             with pytest.raises(errors.TicketRefused, match="another connection"):
                 await thief.fetch(offer.handle, offer.ticket, stolen, float("inf"))
@@ -359,9 +360,9 @@ def test_a_taker_that_fell_silent_gives_its_place(name, monkeypatch):
         async with running(name) as rig:
             offer, first, second = rig.offer(num_ready_tokens=64), rig.destination(), rig.destination()
             silent = asyncio.create_task(rig.fetch(offer, first))
-            await until(lambda: first.upto == [64], "the first span")
+            await until_async(lambda: first.upto == [64], "the first span")
             again = asyncio.create_task(rig.fetch(offer, second))
-            await until(lambda: second.upto == [64], "the new connection is served")
+            await until_async(lambda: second.upto == [64], "the new connection is served")
             with pytest.raises(errors.PeerLost):
                 await silent
             rig.source.finish("k")
@@ -391,14 +392,14 @@ def test_a_taker_that_waits_for_its_place_is_no_stranger(name, monkeypatch):
         async with running(name) as rig:
             offer, first, second = rig.offer(num_ready_tokens=64), rig.destination(), rig.destination()
             silent = asyncio.create_task(rig.fetch(offer, first))
-            await until(lambda: first.upto == [64], "the first span")
+            await until_async(lambda: first.upto == [64], "the first span")
             again = asyncio.create_task(rig.fetch(offer, second))
-            await until(waiting.is_set, "the new connection has shown its ticket")
+            await until_async(waiting.is_set, "the new connection has shown its ticket")
             opened = [SilentConnection() for _ in range(connections.MAX_SILENT + 2)]
             for connection in opened:
                 rig.source._connections[name].open(connection, connection.wait())
             crowd_is_over.set()
-            await until(lambda: second.upto == [64] or again.done(), "the new connection is served")
+            await until_async(lambda: second.upto == [64] or again.done(), "the new connection is served")
             rig.source.finish("k")
             await again
             assert second.upto[-1] == NUM_TOKENS
@@ -414,7 +415,7 @@ def test_a_ticket_is_worth_nothing_afterwards(name):
         async with running(name, ttl_s=patience(0.5)) as rig, running(name) as other:
             used, late, elsewhere = rig.ready_offer("used"), rig.offer("late"), rig.offer("elsewhere")
             await rig.fetch(used, rig.destination())
-            await until(lambda: len(rig.released) == 3, "the leases have ended")
+            await until_async(lambda: len(rig.released) == 3, "the leases have ended")
             stolen = rig.destination()
             for offer in (used, late):
                 with pytest.raises((errors.LeaseExpired, errors.TicketRefused)):

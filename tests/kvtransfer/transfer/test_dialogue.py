@@ -13,7 +13,8 @@ from kvtransfer.layout import Range
 from kvtransfer.transfer import dialogue, source_dialogue
 from kvtransfer.transfer.dialogue import Cursor
 from kvtransfer.transfer.leases import Watermark
-from tests.support.kvtransfer.rig import NUM_TOKENS, kind, running, until
+from tests.support.kvtransfer.rig import NUM_TOKENS, kind, running
+from tests.support.waiting import until_async
 
 NUM_LAYERS = 5
 LAYERS = range(NUM_LAYERS)
@@ -146,7 +147,7 @@ def test_a_source_waits_for_its_taker(small_ranges):
             destination, goes_on = rig.destination(640), asyncio.Event()
             destination.caught_up = goes_on.wait
             fetching = asyncio.create_task(rig.fetch(rig.ready_offer(num_tokens=640), destination))
-            await until(lambda: most == source_dialogue.MAX_UNACKED, "as many are under way as may be")
+            await until_async(lambda: most == source_dialogue.MAX_UNACKED, "as many are under way as may be")
             await asyncio.sleep(0.05)  # for one more, were it sent
             assert most == source_dialogue.MAX_UNACKED and not destination.upto
             goes_on.set()
@@ -162,7 +163,7 @@ def test_a_ticket_that_is_withdrawn_ends_the_dialogue_of_its_taker():
             offer, destination = rig.offer(), rig.destination()
             fetching = asyncio.create_task(rig.fetch(offer, destination))
             rig.source.advance("k", 64)
-            await until(lambda: destination.upto == [64], "the first range is there")
+            await until_async(lambda: destination.upto == [64], "the first range is there")
             rig.source.withdraw(offer.ticket)
             rig.source.finish("k")
             with pytest.raises(TicketRefused, match="withdrawn"):

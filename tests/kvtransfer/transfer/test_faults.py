@@ -14,8 +14,9 @@ from kvtransfer.transfer import dialogue, pull
 from kvtransfer.transfer.source import Source
 from tests.support.kvtransfer.accidents import FAULTS, POINTS, AccidentConnection, Accidents
 from tests.support.kvtransfer.ranks_and_forms import Cluster, by_heads, layout
-from tests.support.kvtransfer.rig import Destination, kind, until
+from tests.support.kvtransfer.rig import Destination, kind
 from tests.support.pace import patience
+from tests.support.waiting import until_async
 
 TRANSPORTS = ("inproc", "shm", "tcp")
 NUM_TOKENS = 300
@@ -122,12 +123,20 @@ EXPECTED = {  # None: at every point that has no row of its own
 }
 
 
+ACCIDENTS = [
+    (transport, fault, point)
+    for transport in TRANSPORTS
+    for fault in FAULTS
+    for point in POINTS
+    if point != "end" or transport == "tcp"  # behind the last frame no transport differs: it was all verified
+]
+
+
 def allowed(fault: str, point: str) -> set[str]:
     return EXPECTED.get((fault, point)) or EXPECTED[fault, None]
 
 
-@pytest.mark.parametrize("point", POINTS)
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("transport, fault, point", ACCIDENTS)
 @pytest.mark.parametrize("likeness", ("alike", pytest.param("mixed", marks=pytest.mark.long)))
 def test_one_accident(transport, likeness, fault, point, monkeypatch):
     pair = PAIRS[likeness]
@@ -224,7 +233,7 @@ def test_a_taker_whose_goodbye_was_lost_has_what_it_came_for(transport):
             destination, report = await fetch_whole(cluster)
             assert (report.num_tokens, report.transport) == (NUM_TOKENS, transport) and len(connections) > 1
             assert destination.upto[-1] == NUM_TOKENS
-            await until(lambda: cluster.endings == [(0, "k", "released")], "the source has heard it")
+            await until_async(lambda: cluster.endings == [(0, "k", "released")], "the source has heard it")
 
     asyncio.run(main())
 

@@ -6,7 +6,8 @@ import pytest
 from kvtransfer.errors import LeaseExpired, ProtocolError, TicketRefused, TransferCancelled
 from kvtransfer.layout import BlockRef, PromptKV
 from kvtransfer.transfer.leases import LeaseTable, Watermark
-from tests.support.kvtransfer.rig import running, until
+from tests.support.kvtransfer.rig import running
+from tests.support.waiting import until_async
 
 NUM_TOKENS, NUM_LAYERS = 300, 4
 
@@ -97,7 +98,7 @@ async def test_a_lease_that_expires_is_counted_whoever_finds_it(found_by):
         if found_by == "a taker":
             time.sleep(0.02)  # the reaper does not come before it
             assert not rig.source.renew(offer.lease_id)
-        await until(lambda: rig.released, "the lease has ended")
+        await until_async(lambda: rig.released, "the lease has ended")
         assert rig.source.counters["leases_expired"] == 1 and rig.endings == {"k": "expired"}
 
 

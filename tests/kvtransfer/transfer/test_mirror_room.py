@@ -7,7 +7,8 @@ import pytest
 
 from kvtransfer.errors import DigestMismatch
 from kvtransfer.transfer.mirror_room import MirrorRoom, RoomUse, Side
-from tests.support.kvtransfer.rig import NUM_BLOCKS, assert_still_serves, kind, layout, running, until
+from tests.support.kvtransfer.rig import NUM_BLOCKS, assert_still_serves, kind, layout, running
+from tests.support.waiting import until_async
 
 SOURCE, TAKER = Side.SOURCE, Side.TAKER
 
@@ -134,7 +135,7 @@ def test_a_prompt_crosses_by_a_mirror_smaller_than_itself(name, small_ranges):
             for room, region in zip(rig.rooms, rig.regions, strict=True):
                 rows = np.frombuffer(region.memory, np.uint8).reshape(NUM_BLOCKS, -1)
                 assert 0 < np.count_nonzero(rows.any(axis=1)) == room.num_resident <= 2
-                await until(lambda: not room._num_users.any(), "all ranges have left")
+                await until_async(lambda: not room._num_users.any(), "all ranges have left")
 
     asyncio.run(main())
 
@@ -159,14 +160,16 @@ def test_a_fetch_that_ends_in_the_middle_leaves_no_range_in_the_room(ending, sma
             rig.source.fault = spoil
             fetching = asyncio.create_task(rig.fetch(rig.ready_offer(), destination))
             if ending == "cancelled":
-                await until(lambda: all(room._num_users.sum() >= 2 for room in rig.rooms), "both sides have ranges")
+                await until_async(
+                    lambda: all(room._num_users.sum() >= 2 for room in rig.rooms), "both sides have ranges"
+                )
                 fetching.cancel()
             else:
                 waits.set()
             with pytest.raises(DigestMismatch if ending == "wrong bytes" else asyncio.CancelledError):
                 await fetching
             rig.source.cancel("k")
-            await until(lambda: not any(room._num_users.any() for room in rig.rooms), "all ranges have left")
+            await until_async(lambda: not any(room._num_users.any() for room in rig.rooms), "all ranges have left")
             await assert_still_serves(rig)
 
     asyncio.run(main())

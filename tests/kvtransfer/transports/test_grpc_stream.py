@@ -12,7 +12,8 @@ from baton.v1 import kv_pb2
 from kvtransfer import errors
 from kvtransfer.transports import grpc_stream
 from kvtransfer.wire import encode_frame
-from tests.support.kvtransfer.rig import running, until
+from tests.support.kvtransfer.rig import running
+from tests.support.waiting import until_async
 
 
 async def pair() -> tuple:
@@ -61,7 +62,7 @@ def test_a_fetch_that_has_ended_leaves_no_call_for_the_collector(how, monkeypatc
     async def main():
         async with running("grpc") as rig:
             fetching = asyncio.create_task(rig.fetch(rig.offer(), rig.destination()))
-            await until(lambda: rig.source._context.dialogues, "the taker to come")
+            await until_async(lambda: rig.source._context.dialogues, "the taker to come")
             assert len(calls) == 1
             if how == "it has everything":
                 rig.source.finish("k")
@@ -70,7 +71,7 @@ def test_a_fetch_that_has_ended_leaves_no_call_for_the_collector(how, monkeypatc
             else:
                 rig.source.cancel("k")
             await asyncio.gather(fetching, return_exceptions=True)
-            await until(lambda: not calls, "the call to be gone")
+            await until_async(lambda: not calls, "the call to be gone")
 
     monkeypatch.setattr(grpc_stream, "_TakerCall", Call)
     gc.disable()
@@ -92,7 +93,7 @@ def test_a_connection_that_is_closed_as_it_begins_lets_go_of_its_call(num_turns)
         sending.cancel()
         connection.close()
         try:
-            await until(lambda: call() is None, "the call to be gone")
+            await until_async(lambda: call() is None, "the call to be gone")
         finally:
             await listener.close()
 

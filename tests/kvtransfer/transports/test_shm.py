@@ -19,7 +19,8 @@ from kvtransfer.transfer.source import Source
 from kvtransfer.transports import shm, socket_folder
 from kvtransfer.transports.endpoints import Address
 from kvtransfer.transports.transport import local_host_id
-from tests.support.kvtransfer.rig import NUMERICS, running, until
+from tests.support.kvtransfer.rig import NUMERICS, running
+from tests.support.waiting import until_async
 
 
 def socket_of(source: Source) -> Path:
@@ -57,7 +58,7 @@ def test_a_pool_is_unmapped_when_its_process_is_gone(monkeypatch):
             await asyncio.sleep(0.05)
             assert num_mapped() == before + 1, "its process still runs"
             await rig.source.stop()  # as at the end of the process
-            await until(lambda: num_mapped() == before, "the pool to be unmapped")
+            await until_async(lambda: num_mapped() == before, "the pool to be unmapped")
 
     asyncio.run(main())
 

@@ -4,7 +4,8 @@ import asyncio
 
 import pytest
 
-from tests.support.kvtransfer.rig import NUM_TOKENS, layout, running, until
+from tests.support.kvtransfer.rig import NUM_TOKENS, layout, running
+from tests.support.waiting import until_async
 
 
 @pytest.mark.parametrize("block_size", (1, 16, 64, 128))
@@ -52,15 +53,15 @@ def test_ranges_follow_the_watermark(name):
         async with running(name) as rig:
             offer, destination = rig.offer(num_ready_tokens=64), rig.destination()
             fetching = asyncio.create_task(rig.fetch(offer, destination))
-            await until(lambda: destination.upto == [64], "the cached prefix leaves at once")
+            await until_async(lambda: destination.upto == [64], "the cached prefix leaves at once")
             rig.source.advance("k", 192, 1)
             await asyncio.sleep(0.05)
             assert destination.upto == [64] and destination.asked[-1] == 192
             rig.source.advance("k", 192, 2)
             rig.source.advance("k", 192)
-            await until(lambda: destination.upto == [64, 192], "all layers of the second chunk")
+            await until_async(lambda: destination.upto == [64, 192], "all layers of the second chunk")
             rig.source.advance("k", 250)  # not a whole span: waits
-            await until(lambda: destination.upto[-1] == 192, "spans only")
+            await until_async(lambda: destination.upto[-1] == 192, "spans only")
             rig.source.finish("k")
             report = await fetching
             assert destination.upto[-1] == NUM_TOKENS and rig.arrived()
@@ -99,7 +100,7 @@ def test_a_lease_waits_for_finish(name):
         async with running(name) as rig:
             offer = rig.offer(num_ready_tokens=NUM_TOKENS)
             await rig.fetch(offer, rig.destination())
-            await until(lambda: rig.source.num_connections == 0, "the end of the dialogue")
+            await until_async(lambda: rig.source.num_connections == 0, "the end of the dialogue")
             assert rig.released == []
             rig.source.finish("k")
             assert rig.released == ["k"]

@@ -8,7 +8,8 @@ import pytest
 from kvtransfer import errors
 from kvtransfer.transfer import dialogue, pull
 from kvtransfer.transports import transport
-from tests.support.kvtransfer.rig import NUM_TOKENS, InterceptedConnection, assert_still_serves, kind, running, until
+from tests.support.kvtransfer.rig import NUM_TOKENS, InterceptedConnection, assert_still_serves, kind, running
+from tests.support.waiting import until_async
 
 
 def test_resumes_after_the_line_broke(name, small_ranges):
@@ -40,7 +41,7 @@ def test_source_dies(name, small_ranges):
             destination = rig.destination()
             offer = rig.offer(num_ready_tokens=128)
             fetching = asyncio.create_task(rig.fetch(offer, destination))
-            await until(lambda: destination.upto == [64, 128], "the first spans")
+            await until_async(lambda: destination.upto == [64, 128], "the first spans")
             await rig.source.stop()
             with pytest.raises(errors.TransferFailed):
                 await fetching
@@ -139,7 +140,7 @@ def test_source_cancels(name):
         async with running(name) as rig:
             destination = rig.destination()
             fetching = asyncio.create_task(rig.fetch(rig.offer(num_ready_tokens=64), destination))
-            await until(lambda: destination.upto == [64], "the first span")
+            await until_async(lambda: destination.upto == [64], "the first span")
             rig.source.cancel("k")
             with pytest.raises(errors.TransferCancelled):
                 await fetching
@@ -204,7 +205,7 @@ def test_new_line_takes_over(name):
             offer, first = rig.offer(num_ready_tokens=64), rig.destination()
             second = rig.destination(num_cached_tokens=64)
             old = asyncio.create_task(rig.fetch(offer, first))
-            await until(lambda: first.upto == [64], "the first span")
+            await until_async(lambda: first.upto == [64], "the first span")
             new = asyncio.create_task(rig.fetch(offer, second))
             await asyncio.sleep(0.02)
             old.cancel()

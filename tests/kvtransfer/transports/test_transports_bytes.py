@@ -8,7 +8,8 @@ import pytest
 from baton.v1 import kv_pb2
 from kvtransfer import errors, wire
 from kvtransfer.capabilities import CAPABILITIES
-from tests.support.kvtransfer.rig import NUM_TOKENS, assert_still_serves, kind, running, until
+from tests.support.kvtransfer.rig import NUM_TOKENS, assert_still_serves, kind, running
+from tests.support.waiting import until_async
 
 
 @pytest.mark.parametrize("token, cell", ((0, 0), (170, 5), (299, 11)))
@@ -30,7 +31,7 @@ def test_a_flipped_bit_is_found(name, token, cell, small_ranges):
             with pytest.raises(errors.DigestMismatch):
                 await rig.fetch(rig.ready_offer(), destination)
             assert not destination.upto or destination.upto[-1] <= token
-            await until(lambda: rig.source.counters["taker_digest_mismatch"] == 1, "the source hears of it")
+            await until_async(lambda: rig.source.counters["taker_digest_mismatch"] == 1, "the source hears of it")
             rig.source.cancel("k")
             await assert_still_serves(rig)
 

@@ -7,7 +7,8 @@ import pytest
 
 from baton.v1 import kv_pb2
 from kvtransfer import errors
-from tests.support.kvtransfer.rig import Destination, assert_still_serves, kind, running, until
+from tests.support.kvtransfer.rig import Destination, assert_still_serves, kind, running
+from tests.support.waiting import until_async
 
 
 def test_forged_ticket(name):
@@ -97,7 +98,7 @@ def test_destination_loses_its_blocks(name, small_ranges):
             destination = rig.destination()
             offer = rig.offer(num_ready_tokens=64)
             fetching = asyncio.create_task(rig.fetch(offer, destination))
-            await until(lambda: destination.upto == [64], "the first span")
+            await until_async(lambda: destination.upto == [64], "the first span")
             destination.blocks = [block._replace(generation=2) for block in destination.blocks]
             rig.source.finish("k")
             with pytest.raises(errors.StaleBlocks):

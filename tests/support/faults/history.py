@@ -15,6 +15,7 @@ import grpc
 from baton.v1 import inference_pb2 as pb
 from baton.v1 import inference_pb2_grpc
 from tests.support.client import Prompt, make_request, read_error
+from tests.support.pace import patience
 
 
 @dataclass(eq=False)
@@ -58,7 +59,7 @@ class Ask:
 
     async def got(self, num_tokens: int, timeout_s: float = 60) -> None:
         """Wait until that many tokens are here. Raises AssertionError when it ends before."""
-        async with asyncio.timeout(timeout_s):
+        async with asyncio.timeout(patience(timeout_s)):
             while self.num_tokens < num_tokens:
                 assert self.ended is None, f"{self.request_id} ended with {self.num_tokens} tokens: {self.words()}"
                 self._arrived.clear()

@@ -14,6 +14,8 @@ import struct
 import threading
 from collections.abc import Collection, Iterator
 
+from tests.support.pace import patience
+
 WAYS = ("up", "down")
 _CHUNK_BYTES = 1 << 16
 _RESET = struct.pack("ii", 1, 0)  # SO_LINGER of no seconds: a close sends RST
@@ -156,7 +158,7 @@ class FaultProxy:
     # ---- the loop's ----
 
     def _call(self, work):
-        return asyncio.run_coroutine_threadsafe(work, _Loop.get()).result(20)
+        return asyncio.run_coroutine_threadsafe(work, _Loop.get()).result(patience(20))
 
     async def _listen(self, address: str) -> str:
         self._ways = {name: _Way() for name in WAYS}

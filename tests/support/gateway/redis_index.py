@@ -3,11 +3,10 @@
 import asyncio
 import contextlib
 import hashlib
-import inspect
 
 from baton.v1 import worker_pb2 as pb
 from gateway.prefix.redis_index import RedisIndex
-from tests.support.pace import patience
+from tests.support.waiting import until_async
 
 SPANS = [hashlib.sha256(bytes([i])).digest() for i in range(20)]
 WORKER, OTHER = b"w" * 24, b"o" * 24
@@ -33,13 +32,6 @@ async def index(server, name: bytes, worker: bytes | None = WORKER, fingerprint:
         await asyncio.gather(running, return_exceptions=True)
 
 
-async def until(is_true) -> None:
-    """Wait for a condition, which may be a coroutine function."""
-    async with asyncio.timeout(patience(10)):
-        while not (await told if inspect.isawaitable(told := is_true()) else told):
-            await asyncio.sleep(0.01)
-
-
 def snapshot(*spans) -> pb.BlockEvents:
     return pb.BlockEvents(seq=0, snapshot=True, sealed=spans)
 
@@ -50,4 +42,4 @@ async def finds(index, worker: bytes, num_spans: int, spans=SPANS) -> None:
     async def found() -> bool:
         return (await index.lookup(spans)).get(worker, 0) == num_spans
 
-    await until(found)
+    await until_async(found)

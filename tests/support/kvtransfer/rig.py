@@ -1,6 +1,5 @@
 """A source and a taker with pools of their own, and a connection that does to frames what a test wants."""
 
-import asyncio
 import contextlib
 import random
 import socket
@@ -21,6 +20,7 @@ from kvtransfer.transports.socket_folder import default_parent
 from kvtransfer.transports.transport import local_host_id
 from tests.support.kvtransfer.cuda_stand_in import Host
 from tests.support.pace import patience
+from tests.support.waiting import until_async
 
 NUMERICS = "0123456789abcdef/bf16/bf16/bf16/tp1/exact"
 IDENTITY = SourceIdentity(b"prefill-0", 11, bytes(32), NUMERICS)
@@ -53,13 +53,6 @@ def span_hashes(num_tokens: int) -> list[bytes]:
 
 def kind(frame) -> str:
     return frame.WhichOneof("kind")
-
-
-async def until(condition, what: str) -> None:
-    async with asyncio.timeout(patience(10)):
-        while not condition():
-            await asyncio.sleep(0.002)
-    assert condition(), what
 
 
 class InterceptedConnection:
@@ -194,7 +187,7 @@ class Rig:
         return Destination(blocks, num_cached_tokens, self.taker_state)
 
     async def fetch(self, offer: Offer, destination: Destination, within_s: float = 20.0):
-        return await self.fetcher.fetch(offer.handle, offer.ticket, destination, time.monotonic() + within_s)
+        return await self.fetcher.fetch(offer.handle, offer.ticket, destination, time.monotonic() + patience(within_s))
 
     def tokens(self, pool: np.ndarray, ids: np.ndarray, begin: int, end: int) -> np.ndarray:
         """Return [tokens, layers * 2 * heads, row bytes] of a request, whatever blocks it is in."""
@@ -223,9 +216,7 @@ class Rig:
             region.close()
 
     async def wait_released(self, *keys) -> None:
-        async with asyncio.timeout(10):
-            while self.released != list(keys):
-                await asyncio.sleep(0.005)
+        await until_async(lambda: self.released == list(keys), lambda: f"released: {self.released}")
 
 
 def _pool_bytes(layout: KVLayout) -> int:

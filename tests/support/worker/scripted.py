@@ -20,6 +20,8 @@ from baton.worker.observe.admin_port import open_admin
 from baton.worker.settings import WorkerSettings
 from kvtransfer.naming import chain_hashes
 from tests.support.observe.loads import blocks_of, is_idle
+from tests.support.pace import patience
+from tests.support.waiting import until_async
 from tests.support.worker.fakes import TABLE
 
 _CHAIN_ROOT = hashlib.sha256(b"tests/worker").digest()
@@ -28,7 +30,7 @@ BUDGET_MS = 30_000
 
 def run_bounded(main, timeout_s: float = 90):
     """Return the result of `main()`; a test that hangs fails instead."""
-    return asyncio.run(asyncio.wait_for(main(), timeout_s))
+    return asyncio.run(asyncio.wait_for(main(), patience(timeout_s)))
 
 
 class LegEnded(Exception):
@@ -91,7 +93,7 @@ class Session:
 
     async def next(self, request_id: str, *kinds: str, timeout_s: float = 30):
         """The next event of a key, one of `kinds`; anything else that ends it raises LegEnded."""
-        kind, event = await asyncio.wait_for(self._queues[request_id].get(), timeout_s)
+        kind, event = await asyncio.wait_for(self._queues[request_id].get(), patience(timeout_s))
         if kind in kinds:
             return event
         if kind in ("ended", "refused"):
@@ -99,17 +101,13 @@ class Session:
         raise AssertionError(f"{kind} instead of {kinds}: {event}")
 
     async def wait_ended(self, request_id: str, timeout_s: float = 30) -> pb.Ended:
-        async with asyncio.timeout(timeout_s):
-            while request_id not in self.ended:
-                await asyncio.sleep(0.005)
+        await until_async(lambda: request_id in self.ended, f"{request_id} has ended", timeout_s)
         return self.ended[request_id]
 
     async def next_load(self, after_s: float = 0.0) -> pb.Load:
         await asyncio.sleep(after_s)
         known = len(self.loads)
-        async with asyncio.timeout(10):
-            while len(self.loads) == known:
-                await asyncio.sleep(0.01)
+        await until_async(lambda: len(self.loads) > known, "the worker reports its load")
         return self.loads[-1]
 
     async def blocks(self) -> dict[str, int]:
@@ -117,7 +115,7 @@ class Session:
 
     async def wait_idle(self, timeout_s: float = 15) -> dict[str, int]:
         """Wait until the worker is idle; returns the blocks by holder."""
-        async with asyncio.timeout(timeout_s):
+        async with asyncio.timeout(patience(timeout_s)):
             while True:
                 load = await self.next_load()
                 if is_idle(load):

@@ -18,6 +18,7 @@ from baton.worker.observe.meters import WorkerMeters
 from tests.support.models import make_model
 from tests.support.pace import patience
 from tests.support.stack import Stack
+from tests.support.waiting import until
 from tests.support.worker.key_paths import DONE, KEY, REPORT
 
 
@@ -104,13 +105,6 @@ def tables_of(stack, role: str) -> dict[str, int]:
     page = json.loads(urlopen(f"http://{stack.gateways[0].ready()['admin']}/fleet.json", timeout=10).read())
     (view,) = (view for view in page["workers"]["workers"] if view["role"] == role)
     return view["load"]["tables"]
-
-
-def until(condition) -> None:
-    deadline = time.monotonic() + patience(30)
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 def test_tables_fill_and_empty(stack):

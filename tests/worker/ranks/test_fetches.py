@@ -16,6 +16,7 @@ from baton.worker.ranks.taker import RankTaker
 from kvtransfer.errors import DigestMismatch, PeerLost
 from kvtransfer.layout import BlockRef
 from kvtransfer.transfer.fetcher import FetchReport
+from tests.support.waiting import until_async
 from tests.support.worker.scripted import run_bounded
 
 NUM_TOKENS = 192
@@ -98,12 +99,6 @@ def begin(fetcher: RankedFetcher, destination: Destination) -> asyncio.Task:
     return asyncio.create_task(fetcher.fetch(b"handle", b"ticket", destination, math.inf))
 
 
-async def until(holds) -> None:
-    async with asyncio.timeout(10):
-        while not holds():
-            await asyncio.sleep(0.002)
-
-
 def test_what_all_ranks_have_is_verified(monkeypatch):
     async def main():
         async with group(monkeypatch) as (fetcher, pulling, _):
@@ -112,7 +107,7 @@ def test_what_all_ranks_have_is_verified(monkeypatch):
             for upto, ranks in ((64, (0, 1)), (128, (1,)), (64, (2,)), (NUM_TOKENS, (0, 1, 2))):
                 for rank in ranks:
                     pulling[rank].go.put_nowait(upto)
-                await until(lambda: all(each.go.empty() for each in pulling))
+                await until_async(lambda: all(each.go.empty() for each in pulling))
             report = await fetching
             assert destination.told == [64, NUM_TOKENS] and all(each.blocks == BLOCKS for each in pulling)
             assert pulling[1].deadline == math.inf
@@ -128,7 +123,7 @@ def test_one_that_ends_early_ends_everywhere_first(monkeypatch, how):
         async with group(monkeypatch) as (fetcher, pulling, _):
             destination = Destination()
             fetching = begin(fetcher, destination)
-            await until(lambda: all(each.num_running for each in pulling))
+            await until_async(lambda: all(each.num_running for each in pulling))
             expected = ValueError
             match how:
                 case "cancelled":
@@ -158,7 +153,7 @@ def test_a_rank_that_is_gone(monkeypatch):
     async def main():
         async with group(monkeypatch) as (fetcher, pulling, ends):
             fetching = begin(fetcher, Destination())
-            await until(lambda: all(each.num_running for each in pulling))
+            await until_async(lambda: all(each.num_running for each in pulling))
             ends[1]._writer.transport.abort()
             for task in (fetching, begin(fetcher, Destination())):
                 with pytest.raises(PeerLost, match="a rank of this worker is gone"):

@@ -15,7 +15,8 @@ from baton.worker.ranks.relay import RelayingFetcher
 from baton.worker.ranks.stream import JoinedStream
 from kvtransfer.errors import TransferFailed
 from kvtransfer.transfer import dialogue
-from tests.support.kvtransfer.rig import NUM_BLOCKS, Rig, layout, running, until
+from tests.support.kvtransfer.rig import NUM_BLOCKS, Rig, layout, running
+from tests.support.waiting import until_async
 
 LAYERS = range(1, 3)  # of three, on another host
 SHAPE = layout(block_size=64)
@@ -105,7 +106,7 @@ async def test_a_rank_that_takes_nothing_holds_the_source_back(monkeypatch):
     """No more than the bound waits for it, here or there, and the source sends no more either; then all of it comes."""
     async with relayed(monkeypatch) as (rig, fetcher, (rank,)):
         fetching = begin(rig, fetcher, destination := rig.destination(NUM_TOKENS))
-        await until(lambda: rank.num_bytes > ROOM // 2, "the rank got nothing")
+        await until_async(lambda: rank.num_bytes > ROOM // 2, "the rank got nothing")
         confirmed = -1
         while (seen := rig.source.counters["bytes_confirmed"]) != confirmed:
             confirmed = seen
@@ -123,7 +124,7 @@ async def test_what_is_verified_is_written_in_all_ranks(monkeypatch):
     async with relayed(monkeypatch, 2, 1) as (rig, fetcher, (quick, slow)):
         fetching = begin(rig, fetcher, destination := rig.destination(NUM_TOKENS))
         quick.take()
-        await until(lambda: slow.num_bytes > 2 * LAYER_BYTES, "the rank got nothing")
+        await until_async(lambda: slow.num_bytes > 2 * LAYER_BYTES, "the rank got nothing")
         await asyncio.sleep(0.1)
         assert not destination.upto
         slow.take()
@@ -135,13 +136,13 @@ async def test_a_fetch_that_is_given_up_sends_nothing_more(monkeypatch):
     """Its blocks are another request's then."""
     async with relayed(monkeypatch) as (rig, fetcher, (rank,)):
         fetching = begin(rig, fetcher, destination := rig.destination(NUM_TOKENS))
-        await until(lambda: rank.num_bytes > ROOM // 2, "the rank got nothing")
+        await until_async(lambda: rank.num_bytes > ROOM // 2, "the rank got nothing")
         fetching.cancel()
         with pytest.raises(asyncio.CancelledError):
             await fetching
         rank.here.send(torch.tensor((COPY, 1, 2)).numpy().tobytes())
         rank.take()
-        await until(lambda: COPY in rank.heard and not rank.here._kv_under_way, "the rank heard nothing")
+        await until_async(lambda: COPY in rank.heard and not rank.here._kv_under_way, "the rank heard nothing")
         await asyncio.sleep(0.1)
         assert rank.heard[-1] == COPY and NUM_TOKENS not in destination.upto
         rig.source.cancel("k")
@@ -150,7 +151,7 @@ async def test_a_fetch_that_is_given_up_sends_nothing_more(monkeypatch):
 async def test_a_rank_that_is_gone_ends_the_fetch(monkeypatch):
     async with relayed(monkeypatch) as (rig, fetcher, (rank,)):
         fetching = begin(rig, fetcher, destination := rig.destination(NUM_TOKENS))
-        await until(lambda: rank.num_bytes > ROOM // 2, "the rank got nothing")
+        await until_async(lambda: rank.num_bytes > ROOM // 2, "the rank got nothing")
         rank.here.close()
         with pytest.raises(TransferFailed, match="a rank of this worker is gone"):
             await fetching

@@ -21,6 +21,7 @@ from baton.worker.session.service import WorkerService
 from baton.worker.session.sessions import Sessions
 from baton.worker.wire.outbox import Outbox
 from tests.support.pace import patience
+from tests.support.waiting import until_async
 
 
 class Reader:
@@ -80,12 +81,6 @@ async def restored(root: Path, **model) -> dict[str, bytes]:
     return harness.engine.known
 
 
-async def until(condition) -> None:
-    async with asyncio.timeout(patience(10)):
-        while not condition():
-            await asyncio.sleep(0.001)
-
-
 def names(hello: pb.Hello) -> list[str]:
     return [adapter.name for adapter in hello.adapters]
 
@@ -95,7 +90,7 @@ async def test_what_was_read_is_told_though_its_call_was_given_up(root):
     outbox = Outbox(write=None)
     harness.sessions.open(b"gateway", outbox)
     given_up = asyncio.create_task(harness.adapters.load("first", "a"))
-    await until(lambda: harness.engine.reading)
+    await until_async(lambda: harness.engine.reading)
     given_up.cancel()
     with pytest.raises(asyncio.CancelledError):
         await given_up
@@ -137,7 +132,7 @@ async def test_a_gateway_that_is_being_greeted_is_told(root):
     await asyncio.sleep(0.05)
     await harness.adapters.load("bot", "a")
     context.reads.set()
-    await until(lambda: context.events and names(context.events[-1].hello) == ["bot"])
+    await until_async(lambda: context.events and names(context.events[-1].hello) == ["bot"])
     assert names(context.events[0].hello) == []
     session.cancel()
     await asyncio.gather(session, return_exceptions=True)
@@ -170,11 +165,11 @@ async def test_what_others_load_and_unload_while_a_worker_starts_is_followed(roo
     await starting.adapters.restore()
     following = asyncio.create_task(starting.adapters.catch_up())
     await other.adapters.load("bot", "a")
-    await until(lambda: names(starting.hello) == ["early", "bot"])
+    await until_async(lambda: names(starting.hello) == ["early", "bot"])
     await other.adapters.load("bot", "b")
-    await until(lambda: starting.engine.known == {"early": b"a", "bot": b"b"})
+    await until_async(lambda: starting.engine.known == {"early": b"a", "bot": b"b"})
     await other.adapters.unload("bot")
-    await until(lambda: names(starting.hello) == ["early"])
+    await until_async(lambda: names(starting.hello) == ["early"])
     await starting.adapters.load("own", "b")
     with monkeypatch.context() as away:
         away.setattr(AdapterRecords, "read", unreadable)
@@ -214,7 +209,7 @@ async def test_what_could_not_be_read_is_read_at_the_next_look(root, monkeypatch
     assert names(harness.hello) == []
     following = asyncio.create_task(harness.adapters.catch_up())
     del harness.engine.failures["bot"]
-    await until(lambda: names(harness.hello) == ["bot"])
+    await until_async(lambda: names(harness.hello) == ["bot"])
     following.cancel()
 
 

@@ -7,7 +7,6 @@ import shutil
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from baton import client
 from baton.cli.launch.placing.ports import HeldPorts
 from tests.support.pace import patience
 from tests.support.process import ROOT, Process
+from tests.support.waiting import until
 
 pytestmark = [
     pytest.mark.long,
@@ -58,11 +58,7 @@ class Slurm:
         return done.stdout.strip()
 
     def until(self, condition, what: str):
-        deadline = time.monotonic() + patience(60)
-        while not (found := condition()):
-            assert time.monotonic() < deadline, what
-            time.sleep(0.2)
-        return found
+        return until(condition, what, timeout_s=60, pause_s=0.2)
 
 
 @pytest.fixture
