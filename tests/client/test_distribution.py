@@ -77,7 +77,7 @@ def test_what_it_needs(wheel):
     }
 
 
-def test_it_works_without_anything_else(python, gateways):
+def test_the_client_works_without_anything_else(python, gateways):
     (gateway,) = gateways(1)
     argv = [python, "-I", "-c", PROGRAM, gateway.target]
     done = subprocess.run(argv, capture_output=True, text=True, timeout=90)

@@ -459,7 +459,7 @@ async def test_asyncio_has_the_same_calls(gateways):
     assert gateway.metadata[-1]["authorization"] == "Bearer secret"
 
 
-def test_nobody_there():
+def test_unreachable_gateways_are_unavailable():
     with Client("127.0.0.1:9,127.0.0.1:10", retry=QUICK, timeout_s=20) as client:
         with pytest.raises(CallError) as caught:
             list(client.stream("a"))

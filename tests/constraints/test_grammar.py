@@ -369,7 +369,7 @@ def test_masks_behind_drafts_are_those_of_the_places_they_lead_to():
     assert cursor.num_read == 3 and cursor.num_valid(draft) == 5
 
 
-def test_it_may_end_and_go_on():
+def test_a_grammar_may_end_and_go_on():
     cursor = VOCABULARY.compile(Constraint("regex", "[0-9]+")).cursor()
     assert not cursor.may_end
     cursor.read(ids_of("12"))

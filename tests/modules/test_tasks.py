@@ -39,7 +39,7 @@ async def ends_when_cancelled(task: asyncio.Task) -> None:
     "end",
     [ValueError("x"), KeyError("x"), MemoryError(), OverflowError(), asyncio.CancelledError(), TimeoutError(), None],
 )
-async def test_it_begins_again(end, caplog):
+async def test_work_that_fails_begins_again(end, caplog):
     work, failures = Work(end, end, end), []
     task = tasks.start("work", work, on_failure=failures.append)
     async with asyncio.timeout(10):
@@ -66,7 +66,7 @@ async def test_pauses_double_and_are_bounded(monkeypatch):
     await ends_when_cancelled(task)
 
 
-async def test_what_is_fatal_ends_it():
+async def test_what_is_fatal_ends_the_work():
     task = tasks.start("work", Work(ValueError("x"), KeyError("fatal")), fatal=(KeyError,))
     with pytest.raises(KeyError, match="fatal"):
         async with asyncio.timeout(10):

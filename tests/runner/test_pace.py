@@ -12,7 +12,7 @@ def test_a_slow_machine_is_waited_for(measured_s, factor):
     assert pace.of(measured_s) == pytest.approx(factor)
 
 
-def test_it_is_measured_once(monkeypatch):
+def test_the_pace_is_measured_once(monkeypatch):
     taken = iter([0.1, 0.15, 9.0])
     monkeypatch.delenv(pace.VARIABLE, raising=False)
     monkeypatch.setattr(pace, "_once", lambda: next(taken))

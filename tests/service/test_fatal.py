@@ -26,7 +26,7 @@ def test_a_lost_device_ends_the_worker(monkeypatch, caplog):
     assert ended == [1] and "illegal memory access" in caplog.records[-1].getMessage()
 
 
-def test_it_ends_though_nothing_can_be_logged(monkeypatch):
+def test_a_fatal_error_ends_the_process_though_nothing_can_be_logged(monkeypatch):
     def refuse(*args):
         raise MemoryError
 

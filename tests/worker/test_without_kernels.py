@@ -27,7 +27,7 @@ def start_lines(model: Path, *options: str, **environment: str) -> list[str]:
 
 
 @pytest.mark.parametrize("asked, computed", [("auto", FAST), ("bf16", "bf16")])
-def test_one_warning(tmp_path, asked, computed):
+def test_one_warning_tells_that_kernels_are_missing(tmp_path, asked, computed):
     lines = start_lines(make_model(tmp_path / "model"), "--dtype", asked, BATON_NATIVE="off")
     (warning,) = (line for line in lines if "native kernels" in line)
     assert " WARNING " in warning and "BATON_NATIVE=off" in warning and f"computes, in {computed}" in warning

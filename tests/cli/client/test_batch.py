@@ -440,7 +440,7 @@ def test_what_cannot_be_read_twice_is_refused(name, once, echo, tmp_path, capsys
     assert not echo.requests and not output.exists()
 
 
-def test_wrong_use(tmp_path, capsys):
+def test_wrong_files_and_an_unreachable_gateway_end_with_a_status(tmp_path, capsys):
     assert main(["batch", str(tmp_path / "none.jsonl")]) == 2
     assert "none.jsonl" in capsys.readouterr().err
     (tmp_path / "in.jsonl").write_text("{}\n")

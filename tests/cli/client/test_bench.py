@@ -29,7 +29,7 @@ def bench(*arguments: str) -> int:
     return main(["bench", *arguments])
 
 
-def test_one_of_several_models(tmp_path):
+def test_bench_asks_the_named_one_of_several_models(tmp_path):
     stub = FakeGateway()
     with serving_gateway(stub) as target:
         out = tmp_path / "run"
@@ -205,7 +205,7 @@ def test_progress_on_a_terminal_has_medians(target, num_processes):
         (("--trace", "t.csv", "--output-tokens", "9"), "--output-tokens has no effect beside --trace"),
     ],
 )
-def test_wrong_use(arguments, named, capsys):
+def test_wrong_options_exit_2_and_are_named(arguments, named, capsys):
     assert bench("--target", "127.0.0.1:9", *arguments) == 2
     error = capsys.readouterr().err
     assert named in error and error.count("\n") == 1
@@ -224,7 +224,7 @@ def test_values_that_are_none(arguments, capsys):
     assert caught.value.code == 2 and arguments[1] in capsys.readouterr().err
 
 
-def test_nobody_there(capsys, tmp_path):
+def test_an_unreachable_gateway_is_one_line(capsys, tmp_path):
     assert bench("--target", "127.0.0.1:9", "--out", str(tmp_path / "o")) == 1
     assert "nothing listens at 127.0.0.1:9" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())

@@ -39,7 +39,7 @@ def test_from_a_pipe(gateway):
     assert second.stopping.max_tokens == 9
 
 
-def test_closed_streams(gateway):
+def test_a_chat_whose_streams_are_closed_ends_well(gateway):
     assert run_closed("<&-", "chat", "--target", gateway.target) == (0, "")
 
 

@@ -24,7 +24,7 @@ def test_text_as_it_comes(gateway):
     assert [field.name for field, _ in request.sampling.ListFields()] == ["seed"]
 
 
-def test_one_of_several_models(gateway):
+def test_the_named_one_of_several_models_is_asked(gateway):
     run("a prompt", "--target", gateway.target, "--model", "code")
     assert gateway.requests[-1].model == "code"
 
@@ -78,7 +78,7 @@ def test_without_a_prompt_the_use_is_wrong(gateway):
     assert done.returncode == 2 and "PROMPT" in done.stderr
 
 
-def test_closed_streams(gateway):
+def test_closed_streams_are_told_or_left(gateway):
     """Closed by who started it: nothing is read, nothing is shown."""
     status, told = run_closed("<&-", "generate", "--target", gateway.target)
     assert (status, told) == (2, "baton generate: no PROMPT: give it, or text on stdin\n")
@@ -107,7 +107,7 @@ def test_a_terminal_that_is_not_utf_8(gateway, monkeypatch):
     assert done.returncode == 1 and done.stderr.startswith("baton generate: stdout is not UTF-8: 'ascii' codec")
 
 
-def test_nobody_there():
+def test_an_unreachable_gateway_is_one_line():
     done = run("x", "--target", "127.0.0.1:9")
     assert done.returncode == 1 and done.stderr.count("\n") == 1 and "127.0.0.1:9" in done.stderr
 
@@ -124,6 +124,6 @@ def test_nobody_there():
         (["--target", ","], "--target"),
     ],
 )
-def test_wrong_use(options, word):
+def test_wrong_options_exit_2_and_are_named(options, word):
     done = run("x", *options)
     assert done.returncode == 2 and word in done.stderr

@@ -79,7 +79,7 @@ def test_a_fleet_that_is_not_ready(workers):
     assert "not ready: no decode worker serves" in frame("t", workers, pb.ListRequestsResponse(), "")
 
 
-def test_nobody_there(capsys):
+def test_an_unreachable_gateway_is_one_line(capsys):
     assert main(["top", "--target", "127.0.0.1:9", "--once"]) == 1
     assert "nothing listens at 127.0.0.1:9" in capsys.readouterr().err
     assert main(["top", "--interval", "0"]) == 2

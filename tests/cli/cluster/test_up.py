@@ -296,7 +296,7 @@ def test_shipped_model_is_the_default():
         ["--target=x", "generate", "hi"],
     ],
 )
-def test_wrong_use(argv):
+def test_wrong_options_exit_2_without_a_traceback(argv):
     done = subprocess.run([sys.executable, "-m", "baton.cli", *argv], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 2 and done.stderr and not done.stdout and "Traceback" not in done.stderr
 

@@ -38,7 +38,7 @@ def drained(process: subprocess.Popen, folder: Path) -> list[str]:
     return sorted((folder / "drained").read_text().split())
 
 
-def test_its_reader_has_gone(folder):
+def test_a_cluster_whose_reader_has_gone_drains(folder):
     """As tee does, of the same Ctrl-C."""
     process = start(folder, subprocess.PIPE, subprocess.STDOUT)
     assert process.stdout is not None

@@ -5,7 +5,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 
 import psutil
 import pytest
@@ -21,7 +20,7 @@ TELLS_ITS_PID = (
     "import os, time; from baton.cli.gpu.check import Check"
     "; print(Check('a', 'memory', True, str(os.getpid())).to_json(), flush=True); time.sleep(60)"
 )
-HUNG = GOOD + "; import time, sys; sys.stdout.flush(); time.sleep(60)"
+HUNG = GOOD + "; import time, sys; sys.stdout.flush(); time.sleep(3600)"
 
 
 def run(capsys, programs: dict[str, str], seconds: float = 30.0) -> tuple[int, list[str]]:
@@ -44,9 +43,8 @@ def test_failures_are_counted(capsys):
 
 
 def test_a_step_that_hangs_ends_when_its_time_is_up(capsys):
-    begun = time.monotonic()
     status, lines = run(capsys, {"a": HUNG}, seconds=5.0)
-    assert status == 1 and time.monotonic() - begun < 30
+    assert status == 1
     assert [line.split()[0] for line in lines] == ["ok", "FAIL", "1"] and "not done within 5 s" in lines[1]
 
 

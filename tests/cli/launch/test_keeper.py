@@ -66,7 +66,7 @@ async def test_ready_then_drained():
     assert not alive(int(fields["pid"]))
 
 
-async def test_its_log_says_which_one_it_is(capfd):
+async def test_the_log_of_a_child_says_which_one_it_is(capfd):
     """Workers of one role write into one log."""
     body = (
         "import logging\nfrom baton.service import logs\nlogs.setup('decode')\nlogging.getLogger('x').warning('here')\n"
@@ -127,7 +127,7 @@ async def test_killed_by_name(shown):
 
 
 @pytest.mark.parametrize("apart", [True, False], ids=["in a session of its own", "in its group"])
-async def test_its_end_is_seen_whoever_holds_its_pipes(apart):
+async def test_the_end_of_a_child_is_seen_whoever_holds_its_pipes(apart):
     """As ranks do, which may hang in the driver of a GPU: the worker was neither started again nor stopped."""
     lives = []
     holder = f"held = subprocess.Popen(['sleep', '600'], start_new_session={apart})\n"
@@ -262,7 +262,7 @@ async def test_stopped_before_it_was_ready():
     assert keeper.started.cancelled()
 
 
-async def test_its_children_go_with_it():
+async def test_what_a_child_has_started_goes_with_it():
     body = "import subprocess, sys\nchild = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])\n"
     body += "import os, time; print(f'ready child={child.pid}', flush=True); time.sleep(60)"
     keeper = Keeper("x", program(body))
@@ -271,7 +271,7 @@ async def test_its_children_go_with_it():
     await until_async(lambda: not alive(child), "its child lives")
 
 
-def test_it_does_not_outlive_us():
+def test_a_child_does_not_outlive_its_keeper():
     ours = f"""
 import asyncio, sys
 from baton.cli.launch.placing.keeper import Keeper

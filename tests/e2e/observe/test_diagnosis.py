@@ -21,6 +21,7 @@ from baton.service.observe.cpu_usage import CpuUsage
 from baton.v1 import fleet_pb2, fleet_pb2_grpc, inference_pb2, inference_pb2_grpc
 from bench.gateway import clients, fleet, seen
 from tests.support.client import make_request
+from tests.support.launch.two_hosts import ALONE, MAKE_TWO_HOSTS, ON_OTHER
 from tests.support.pace import patience, slowness
 from tests.support.process import ROOT, Process
 from tests.support.stack import Stack
@@ -29,7 +30,6 @@ MODEL = ROOT / "demo" / "target"
 OPTIONS = ("--num-blocks", "400", "--threads", "1")
 SECONDS = 8.0  # of load
 CGROUP = Path("/sys/fs/cgroup/cpu")
-NAMESPACES = ("unshare", "--map-root-user", "--net", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc")
 NARROW = (("grpc.http2.lookahead_bytes", 4096), ("grpc.http2.bdp_probe", 0))  # what a client takes unread of a stream
 # What comes faster is dropped; where decoding takes twice as long, half as fast is as narrow.
 LOSSY = f"tbf rate {384 / slowness():.0f}kbit burst 1600 limit 3200"
@@ -247,28 +247,22 @@ def test_a_gateway_at_its_limit():
 
 def script(folder: Path) -> str:
     """A gateway here, a worker there, and a link between them that drops packets."""
-    baton, other = f"{sys.executable} -m", "nsenter --net=/proc/$other/ns/net"
+    baton = f"{sys.executable} -m"
     worker = f"{baton} decode_worker --model {MODEL} --num-blocks 400 --threads 1 --insecure"
     return f"""
-set -e
-ip link set lo up
-unshare --net sleep infinity & other=$!
-until [ "$(readlink /proc/$other/ns/net)" != "$(readlink /proc/self/ns/net)" ]; do sleep 0.05; done
-ip link add here type veth peer name there netns $other
-ip address add 10.0.0.1/24 dev here; ip link set here up
-{other} sh -c 'ip address add 10.0.0.2/24 dev there; ip link set there up; ip link set lo up'
-{other} {worker} --listen 10.0.0.2:7000 > {folder}/worker 2>&1 & worker=$!
+{MAKE_TWO_HOSTS}
+{ON_OTHER} {worker} --listen 10.0.0.2:7000 > {folder}/worker 2>&1 & worker=$!
 until grep -q ^ready {folder}/worker; do kill -0 $worker; sleep 0.2; done
 {baton} gateway --model {MODEL} --listen 127.0.0.1:7001 --decode-workers 10.0.0.2:7000 > {folder}/gateway 2>&1 & gateway=$!
 until grep -q ^ready {folder}/gateway; do kill -0 $gateway; sleep 0.2; done
-{other} tc qdisc add dev there root {LOSSY}
+{ON_OTHER} tc qdisc add dev there root {LOSSY}
 {baton} tests.e2e.observe.test_diagnosis 127.0.0.1:7001
 """
 
 
 def test_lost_packets_between_hosts(tmp_path):
     done = subprocess.run(
-        [*NAMESPACES, "bash", "-c", script(tmp_path)],
+        [*ALONE, "bash", "-c", script(tmp_path)],
         cwd=ROOT, capture_output=True, text=True, timeout=patience(120), env={**os.environ, "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     logs = "".join(path.read_text() for path in tmp_path.iterdir())

@@ -94,7 +94,7 @@ def test_generate_that_is_refused(target):
     assert ran.returncode == 1 and "max_tokens" in ran.stderr and "Traceback" not in ran.stderr
 
 
-def test_wrong_use():
+def test_wrong_commands_and_options_exit_2():
     for options in ((), ("no-such-command",), ("generate",), ("up", "--no-such-option", "1")):
         ran = run(*options)
         assert ran.returncode == 2 and ran.stderr.strip(), options

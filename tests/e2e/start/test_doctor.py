@@ -85,7 +85,7 @@ def test_a_healthy_stack(stack, receiver):
     assert "clock" in output and "prefix cache on" in output and "attention" in output
 
 
-def test_it_draws_a_worker_of_several_processes(fork_server, model, tmp_path):
+def test_the_doctor_draws_a_worker_of_several_processes(fork_server, model, tmp_path):
     """And says how fast they add, where they do."""
     options = {"fork_server": fork_server, "num_gateways": 0, "options": ("--num-blocks", "160", "--threads", "1")}
     options |= {"prefill_options": ("--tensor-parallel", "2", "--pipeline-parallel", "2")}
@@ -305,7 +305,7 @@ def test_a_transport_that_falters_leaves_the_next_to_be_tried(stalls, monkeypatc
 
 
 @pytest.mark.parametrize("wrong", ["nowhere", "host:port", "127.0.0.1:99999"])
-def test_wrong_use(wrong):
+def test_wrong_addresses_exit_2_and_are_named(wrong):
     argv = [sys.executable, "-m", "baton.cli.main", "doctor", "--decode-workers", wrong]
     done = subprocess.run(argv, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2 and wrong in done.stderr

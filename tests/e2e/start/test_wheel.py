@@ -37,7 +37,7 @@ def site(tmp_path_factory) -> Path:
     return folder / "site"
 
 
-def test_it_has_what_a_client_and_a_lawyer_need(site):
+def test_a_wheel_has_what_a_client_and_a_lawyer_need(site):
     contract = site / "baton" / "shipped" / "protos" / "baton" / "v1" / "inference.proto"
     assert contract.read_bytes() == (ROOT / "protos" / "baton" / "v1" / "inference.proto").read_bytes()
     assert len(list(site.glob("*.dist-info/licenses/LICENSE"))) == 1

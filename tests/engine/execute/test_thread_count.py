@@ -54,7 +54,7 @@ def test_the_slower_number_is_tried_ever_more_seldom(monkeypatch):
     assert used[10_000:].count(1) <= 3 * (10_000 // LAST_INTERVAL + 1)
 
 
-def test_it_follows_a_machine_that_changes(monkeypatch):
+def test_the_thread_count_follows_a_machine_that_changes(monkeypatch):
     slow = {"threads": 2}
     machine = Machine(monkeypatch, 2, lambda threads, rows: 1.5 if threads == slow["threads"] else 1.0)
     assert [machine.call(1) for _ in range(300)][-20:] == [1] * 20

@@ -15,7 +15,7 @@ LEFT_OUT = {"eos_token_id", "original_max_position_embeddings"}
 
 
 @pytest.mark.parametrize("name", ONE_OF_EACH_CLASS)
-def test_it_means_what_transformers_assumes(tmp_path, name):
+def test_a_silent_config_means_what_transformers_assumes(tmp_path, name):
     prefix, differences = FAMILIES[name]
     known = config_class(prefix)
     values = json.loads(known(**(SMALL | differences)).to_json_string(use_diff=False))

@@ -44,7 +44,7 @@ def by_tiles(library, kernel: PackedLinear, x: Tensor) -> Tensor:
     return y
 
 
-def test_its_products_are_a_class_of_their_own(library):
+def test_products_of_amx_are_a_class_of_their_own(library):
     assert library.products == "bf16-tiles"
 
 

@@ -63,7 +63,7 @@ def answer(folder: Path, **env: str) -> list[str]:
     return done.stdout.splitlines()
 
 
-def test_it_carries_every_tier_of_its_architecture(installed):
+def test_a_wheel_carries_every_tier_of_its_architecture(installed):
     libraries = installed / "baton" / "engine" / "native" / "libraries"
     assert {path.stem for path in libraries.iterdir()} == {tier.name for tier in tiers_for(platform.machine())}
 

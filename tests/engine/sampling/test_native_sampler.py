@@ -23,7 +23,7 @@ def wanted(logits: torch.Tensor, rows: list[SampleRow]) -> list[int]:
 
 @pytest.mark.parametrize("vocab_size", [7, 16, 500, 5000])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_as_the_other(vocab_size, shape):
+def test_the_native_sampler_draws_what_torch_draws(vocab_size, shape):
     """Equal scores at a cut too: of those the higher ids stay."""
     rows = every_row()
     logits = SHAPES[shape](torch.randn(len(rows), vocab_size, generator=torch.Generator().manual_seed(vocab_size)))
@@ -32,7 +32,7 @@ def test_as_the_other(vocab_size, shape):
 
 @settings(max_examples=200)
 @given(any_row())
-def test_any_row_as_the_other(given):
+def test_the_native_sampler_draws_what_torch_draws_of_any_row(given):
     """Penalties, biases, bans and masks before temperature and filters, among scores that are often equal."""
     logits, row = given
     kept = logits.clone()
@@ -68,7 +68,7 @@ def test_a_ban_of_a_token_that_the_logits_lack_bans_nothing(token_id):
     assert drawn(logits, [bans]) == drawn(logits, [SampleRow(SamplingParams(seed=1), 0, 5)])
 
 
-def test_a_row_is_alone():
+def test_a_row_is_drawn_alike_beside_others():
     rows = make_rows(*MIXED, *(dict(temperature=0.8, seed=3, **each) for each in FILTERS[5:8]))
     logits = torch.randn(len(rows), 300)
     together = drawn(logits, rows)
@@ -111,5 +111,5 @@ def test_a_row_with_a_nan_fails_no_other_in_torch():
     assert wanted(logits, rows)[1] == wanted(logits[1:], rows[1:])[0]
 
 
-def test_it_is_the_sampler_of_a_host_with_kernels():
+def test_a_host_with_kernels_has_the_native_sampler():
     assert isinstance(host_sampler(), NativeSampler) and host_sampler().sample(torch.empty(0, 9), []) == []

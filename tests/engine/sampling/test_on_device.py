@@ -34,7 +34,7 @@ def wanted(logits: torch.Tensor, rows: list[SampleRow]) -> list[int]:
 @pytest.mark.parametrize(
     "vocab_size, shape", [*((size, shape) for size in (7, 500) for shape in SHAPES), (5000, "ties")]
 )
-def test_as_the_other(vocab_size, shape):
+def test_the_sampler_on_the_device_draws_what_the_other_draws(vocab_size, shape):
     """In one part of a program and in several; equal scores at a cut too: of those the higher ids stay."""
     rows = every_row()
     logits = SHAPES[shape](torch.randn(len(rows), vocab_size, generator=torch.Generator().manual_seed(vocab_size)))
@@ -43,7 +43,7 @@ def test_as_the_other(vocab_size, shape):
 
 @settings(max_examples=40)
 @given(any_row())
-def test_any_row_as_the_other(drawn_from):
+def test_the_sampler_on_the_device_draws_what_the_other_draws_of_any_row(drawn_from):
     """Penalties, biases, bans and masks before temperature and filters, among scores that are often equal."""
     logits, row = drawn_from
     kept = logits.clone()
@@ -60,7 +60,7 @@ def test_a_cut_beyond_the_range_of_the_histogram():
     assert drawn(logits, rows) == wanted(logits, rows)
 
 
-def test_a_row_is_alone():
+def test_a_row_is_drawn_alike_beside_others():
     rows = make_rows(*MIXED, *(dict(temperature=0.8, seed=3, **each) for each in FILTERS[5:8]))
     logits = torch.randn(len(rows), 300)
     together = drawn(logits, rows)

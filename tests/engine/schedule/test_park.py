@@ -29,7 +29,7 @@ def finish(engine, records, *requests) -> None:
 
 @pytest.mark.parametrize("n", [1, 3])
 @pytest.mark.parametrize("num_steps", [2, 40, 90])
-def test_it_goes_on_where_it_was(n, num_steps):
+def test_a_parked_request_goes_on_where_it_was(n, num_steps):
     engine = toy_engine()
     request = engine_request("a", toy_prompt(70), 100, n=n, temperature=1.1, seed=3)
     records = begin(engine, request, num_steps)
@@ -46,7 +46,7 @@ def test_it_goes_on_where_it_was(n, num_steps):
     check_answers(records, [request])
 
 
-def test_it_goes_on_by_a_prefix_hit():
+def test_a_parked_request_goes_on_by_a_prefix_hit():
     engine = toy_engine()
     request = engine_request("a", toy_prompt(130), 60)
     records = begin(engine, request, 40)
@@ -77,7 +77,7 @@ def test_what_was_evicted_meanwhile_is_computed_again():
     check_answers(records, [request])
 
 
-def test_it_may_be_ended_while_it_is_parked():
+def test_a_request_may_be_ended_while_it_is_parked():
     engine = toy_engine()
     request = engine_request("a", toy_prompt(70), 100)
     records = begin(engine, request, 10)
@@ -135,7 +135,7 @@ def test_parked_before_it_starts():
     assert engine.ledger.num_available == engine.num_blocks and not engine.admission.groups
 
 
-def test_its_deadline_is_that_of_who_reads_it(monkeypatch):
+def test_the_deadline_of_a_parked_request_is_that_of_who_reads_it(monkeypatch):
     engine, now, jumped_s = toy_engine(), time.monotonic, 0.0
     monkeypatch.setattr(time, "monotonic", lambda: now() + jumped_s)
     request = engine_request("a", toy_prompt(70), 40, deadline=now() + 600)

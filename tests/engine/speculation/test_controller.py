@@ -113,7 +113,7 @@ def test_a_draft_that_costs_too_much_stays_off(draft_slope):
     assert sum(max(widths) > 0 for widths in world.widths) <= 60  # what a try accepts pays for the next
 
 
-def test_it_comes_on_when_the_text_changes_and_goes_off_again():
+def test_speculation_comes_on_when_the_text_changes_and_goes_off_again():
     world = World(0.05)
     world.run(1500)
     assert sum(max(widths) > 0 for widths in world.widths[-500:]) < 25
@@ -402,7 +402,7 @@ def test_a_long_prompt_keeps_no_other_from_a_try_and_is_tried_itself(num_unread,
     assert [width > 0 for width in asked] == [False, True]
 
 
-def test_it_learns_what_verifying_costs_though_it_has_long_looked_in_vain():
+def test_a_controller_learns_what_verifying_costs_though_it_has_long_looked_in_vain():
     controller, own, on = Controller(), AcceptanceRate(), 0
     for step in range(3000):
         controller.begin(1)

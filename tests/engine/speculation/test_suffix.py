@@ -90,7 +90,7 @@ def test_what_one_tenant_was_answered_is_not_proposed_to_another():
         assert len(proposed(proposer, draftee)) == length
 
 
-def test_its_own_text_wins_where_another_is_no_longer():
+def test_a_requests_own_text_wins_where_another_is_no_longer():
     proposer = SuffixProposer(4, 4096)
     answered(proposer, [1], [5, 6, 7, 8])
     assert proposed(proposer, opened(proposer, [5, 6, 7, 9, 5, 6, 7]), 1) == [9]

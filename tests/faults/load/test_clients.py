@@ -48,7 +48,7 @@ async def test_a_client_cancels(case):
 
 @pytest.mark.long
 @pytest.mark.parametrize("phase", [phase for phase in PHASES if phase != "F4 in decode"])
-async def test_a_client_cancels_in(case, phase):
+async def test_a_client_cancels_in_each_phase(case, phase):
     async with case(phase, GIVES_BACK) as c:
         await cancelled(c, phase)
 

@@ -5,7 +5,7 @@ had been."""
 import os
 import subprocess
 
-from tests.support.launch.two_hosts import ALONE, two_hosts_can_be_made
+from tests.support.launch.two_hosts import ALONE, MAKE_TWO_HOSTS, ON_OTHER, two_hosts_can_be_made
 from tests.support.pace import patience
 from tests.support.process import ROOT
 
@@ -15,19 +15,13 @@ TLS = "--tls-ca certs/ca.crt --tls-cert certs/{0}.crt --tls-key certs/{0}.key"
 WORKER = f"python -m decode_worker --model target --threads 1 --gateways 10.0.0.1:50052 {TLS.format('decode')}"
 ASK = "baton generate 'def read_lines(path):' --target 10.0.0.1:50051 --tls-ca certs/ca.crt --api-key-file certs/api-key --max-tokens 120 --temperature 0"
 SCRIPT = f"""
-set -e
-ip link set lo up
-unshare --net sleep infinity & other=$!
-until [ "$(readlink /proc/$other/ns/net)" != "$(readlink /proc/self/ns/net)" ]; do sleep 0.05; done
-ip link add here type veth peer name there netns $other
-ip address add 10.0.0.1/24 dev here; ip link set here up
-nsenter --net=/proc/$other/ns/net sh -c 'ip address add 10.0.0.2/24 dev there; ip link set there up; ip link set lo up'
+{MAKE_TWO_HOSTS}
 ln -s {ROOT}/demo/target target
 baton certs --out certs --host 10.0.0.1 > /dev/null
 ready() {{ until grep -q ^ready $1.out; do kill -0 $2; sleep 0.2; done; }}
 python -m gateway --model target --listen 10.0.0.1:50051 --fleet-listen 10.0.0.1:50052 --worker-networks 10.0.0.1/32 \\
     --credentials certs/credentials.toml --cluster-secret certs/cluster-secret {TLS.format("gateway")} > gateway.out 2>&1 &
-nsenter --net=/proc/$other/ns/net baton rank --leader 10.0.0.1:50070 --model target --threads 1 --kv-host 10.0.0.2 \\
+{ON_OTHER} baton rank --leader 10.0.0.1:50070 --model target --threads 1 --kv-host 10.0.0.2 \\
     {TLS.format("rank")} > rank.out 2>&1 & rank=$!
 {WORKER} --listen 10.0.0.1:50061 --pipeline-parallel 2 --remote-stages 1 --rank-listen 10.0.0.1:50070 > stages.out 2>&1 & stages=$!
 ready stages $stages

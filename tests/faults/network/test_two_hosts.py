@@ -5,7 +5,7 @@ import os
 import re
 import subprocess
 
-from tests.support.launch.two_hosts import ALONE, two_hosts_can_be_made
+from tests.support.launch.two_hosts import ALONE, MAKE_TWO_HOSTS, ON_OTHER, two_hosts_can_be_made
 from tests.support.pace import patience
 from tests.support.process import ROOT
 
@@ -24,15 +24,8 @@ def script() -> str:
     certs, copy, gateway = commands("first")
     prefill, decode = commands("second")
     (request,) = commands("request")
-    other = "nsenter --net=/proc/$other/ns/net"
     return f"""
-set -e
-ip link set lo up
-unshare --net sleep infinity & other=$!
-until [ "$(readlink /proc/$other/ns/net)" != "$(readlink /proc/self/ns/net)" ]; do sleep 0.05; done
-ip link add here type veth peer name there netns $other
-ip address add 10.0.0.1/24 dev here; ip link set here up
-{other} sh -c 'ip address add 10.0.0.2/24 dev there; ip link set there up; ip link set lo up'
+{MAKE_TWO_HOSTS}
 mkdir first second; ln -s {ROOT}/demo first/demo; ln -s {ROOT}/demo second/demo
 scp() {{ cp "${{@:1:$#-1}}" ../second; }}
 ready() {{ until grep -q ^ready $1 2>/dev/null; do kill -0 $2; sleep 0.2; done; }}
@@ -41,8 +34,8 @@ cd first
 {copy}
 {gateway} > ../gateway.out 2>&1 & gateway=$!
 cd ../second
-{other} {prefill} > ../prefill.out 2>&1 & prefill=$!
-{other} {decode} > ../decode.out 2>&1 & decode=$!
+{ON_OTHER} {prefill} > ../prefill.out 2>&1 & prefill=$!
+{ON_OTHER} {decode} > ../decode.out 2>&1 & decode=$!
 cd ../first
 ready ../prefill.out $prefill; ready ../decode.out $decode; ready ../gateway.out $gateway
 {request} {_ANSWER} > ../plain

@@ -64,7 +64,7 @@ async def test_the_page_sends_nothing_beyond_loopback_unless_pages_may(cluster):
     assert "connect-src 'self' http://localhost:8000;" in reply.headers["content-security-policy"]
 
 
-def test_it_is_read_as_utf8_whatever_the_locale():
+def test_the_page_is_read_as_utf8_whatever_the_locale():
     plain = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
     read = "from gateway.api.dashboard import pages; pages(None)"
     subprocess.run([sys.executable, "-c", read], cwd=ROOT, env=os.environ | plain, check=True)

@@ -107,7 +107,7 @@ def test_a_gateway_process_drains_on_sigterm(gateway, client, workers):
     assert gateway.wait() == 0
 
 
-def test_it_waits_for_workers(folder, digest, tmp_path):
+def test_a_gateway_that_is_started_first_waits_for_workers(folder, digest, tmp_path):
     """Started first: it gets ready by itself."""
     import asyncio
 

@@ -68,7 +68,7 @@ async def tried(link: WorkerLink, num: int) -> int:
     return heap_bytes()["used"]
 
 
-async def test_it_is_told_why(link):
+async def test_an_unreachable_link_tells_why(link):
     await tried(link, 1)
     assert link.state is LinkState.CONNECTING and link.reason.startswith("UNAVAILABLE") and "refused" in link.reason
 

@@ -276,7 +276,7 @@ def test_pauses_double_up_to_a_minute():
 
 
 @given(st.lists(st.tuples(st.sampled_from(["work", "failure"]), st.floats(0, 5), st.floats(0, 5)), max_size=60))
-def test_it_is_never_shut_for_good(steps):
+def test_a_breaker_is_never_open_for_good(steps):
     """After any sequence of events a worker takes a request a minute later, and work done then closes the breaker."""
     breaker, at = WorkerBreaker(), 0.0
     for kind, passed_s, age_s in steps:

@@ -12,7 +12,7 @@ from gateway.observe.gauges import fleet_gauges
 @pytest.mark.parametrize(
     "state, level, words", [("serving", "WARNING", "worker lost"), ("draining", "INFO", "worker left")]
 )
-async def test_it_keeps_its_name_and_no_clock(cluster, caplog, state, level, words):
+async def test_a_worker_that_is_gone_keeps_its_name_and_no_clock(cluster, caplog, state, level, words):
     """One that drains goes as somebody wanted."""
     caplog.set_level(logging.INFO)
     async with cluster() as c:

@@ -127,7 +127,7 @@ async def test_the_phases_of_a_finished_request_add_up(cluster, watch, max_token
 @pytest.mark.parametrize(
     "gate, span", [("admit", "admit"), ("accept", None), ("prefill", None), ("fetch", None), ("decode", None)]
 )
-async def test_the_client_goes(cluster, watch, gate, span):
+async def test_a_client_that_goes_has_the_spans_up_to_then(cluster, watch, gate, span):
     """From `accept` on a worker has the request, and its span: the gateway draws none in its place."""
     async with cluster() as c:
         hold(c, gate)

@@ -52,7 +52,7 @@ async def test_a_deadline_that_is_not_the_callers_is_told_where_it_ends(cluster)
 
 @pytest.mark.parametrize("gate", GATES)
 @pytest.mark.parametrize("n", [1, 3])
-async def test_the_client_goes(cluster, gate, n):
+async def test_a_client_that_goes_leaves_nothing_held(cluster, gate, n):
     async with cluster() as c:
         hold(c, gate)
         call = c.stub.Generate(make_request(PROMPT, max_tokens=6, n=n), timeout=patience(20))

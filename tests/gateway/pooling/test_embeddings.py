@@ -71,7 +71,7 @@ async def test_bad_ones_are_refused_by_name(cluster, field, request_):
         assert len(error.message) < 300 and not c.prefill[0].kinds()
 
 
-async def test_it_waits_its_turn_while_workers_are_full(cluster):
+async def test_an_embedding_waits_its_turn_while_workers_are_full(cluster):
     async with cluster(num_prefill=2) as c:
         for worker in c.prefill:
             worker.refusals += ["queue_full", "kv_full"]
@@ -243,7 +243,7 @@ async def test_sessions_that_break_together_are_no_deaths(cluster, monkeypatch):
 
 
 @pytest.mark.parametrize("gate", ["accept", "prefill"])
-async def test_the_client_goes(cluster, gate):
+async def test_an_embedding_whose_client_goes_is_cancelled(cluster, gate):
     async with cluster() as c:
         c.prefill[0].hold(gate)
         call = c.stub.Embed(embed_request(*IDS), timeout=patience(20))

@@ -361,14 +361,14 @@ async def play(seed: int, clock: Clock, num_acts: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(8))
-async def test_it_comes_to_say_the_truth(seed, clock):
+async def test_the_index_becomes_right_again(seed, clock):
     await play(seed, clock, 48)
 
 
 @pytest.mark.long
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("seed", range(100, 104))
-async def test_it_comes_to_say_the_truth_for_long(seed, clock):
+async def test_the_index_becomes_right_again_for_long(seed, clock):
     for part in range(20):
         await play(1000 * seed + part, clock, 80)
 

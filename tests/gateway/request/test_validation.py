@@ -191,7 +191,7 @@ def test_an_answer_may_be_as_long_as_the_context_leaves(num_prompt_tokens, lengt
     ],
     ids=str,
 )
-def test_it_is_within_the_limits(preset, asked, most):
+def test_a_length_that_was_not_asked_for_is_within_the_limits(preset, asked, most):
     served = replace(WIDE, limits=PRESETS[preset])
     assert resolve_max_tokens(validate(make_request(PROMPT, **asked), served), 3, served) == most
 

@@ -26,7 +26,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("host, words", CASES.values(), ids=CASES)
-def test_it_is_said_why_there_is_no_gpu(host, words):
+def test_the_runtime_says_why_there_is_no_gpu(host, words):
     assert words in CudaRuntime(Cudart(host)).refusal()
 
 

@@ -14,7 +14,7 @@ def test_two_mappings_of_one_memory():
     theirs.close(), ours.close(), ours.close()
 
 
-def test_its_size_never_changes():
+def test_the_size_of_a_region_never_changes():
     region = Region.create(4096)
     with pytest.raises(PermissionError):
         os.ftruncate(region.fd, 0)
@@ -31,7 +31,7 @@ def test_what_is_no_pool_is_refused(tmp_path):
         Region.map(os.open(tmp_path / "file", os.O_RDONLY), 4096)
 
 
-def test_stays_while_an_array_looks_into_it():
+def test_memory_stays_while_an_array_looks_into_it():
     region = Region.create(4096)
     view = memoryview(region.memory)
     region.close()
@@ -39,7 +39,7 @@ def test_stays_while_an_array_looks_into_it():
     assert view[0] == 1
 
 
-def test_needs_a_size():
+def test_a_region_needs_a_size():
     with pytest.raises(ValueError):
         Region.create(0)
 

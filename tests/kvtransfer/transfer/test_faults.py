@@ -3,7 +3,6 @@ request succeeds. For equal and unequal workers."""
 
 import asyncio
 import random
-import time
 
 import numpy as np
 import pytest
@@ -368,7 +367,7 @@ def test_read_after_release(transport, pair):
 
 
 def test_the_taker_is_full(transport, pair):
-    """D9: no room is an end with a name, at once; nothing waits for a count."""
+    """D9: no room is an end with that name, not with the deadline's: nothing waits for a count."""
 
     class Full(Destination):
         def set_aside(self, upto_token):
@@ -378,10 +377,8 @@ def test_the_taker_is_full(transport, pair):
         async with Cluster(transport, *pair) as cluster:
             handle, ticket = cluster.offer("k", NUM_TOKENS)
             cluster.finish("k")
-            began = time.monotonic()
             with pytest.raises(errors.TransferFailed, match="no room"):
                 await cluster.fetch(handle, ticket, [Full([]) for _ in cluster.takers])
-            assert time.monotonic() - began < 5
 
     asyncio.run(main())
 

@@ -51,7 +51,7 @@ def test_the_state_comes_with_the_prompt(name, shape, digest):
     asyncio.run(main())
 
 
-def test_it_is_announced_when_all_of_the_prompt_is_there_and_verified_with_it(name):
+def test_a_state_is_announced_when_all_of_the_prompt_is_there_and_verified_with_it(name):
     async def main():
         async with running(name, HYBRID) as rig:
             seen: list[tuple[int, bool]] = []  # (how far the prompt was, whether a state was announced)

@@ -90,7 +90,7 @@ def test_busy_counts_the_wall_clock_once(monkeypatch):
     assert busy.seconds == 4.5
 
 
-def test_rates_run():
+def test_rates_follow_what_large_transfers_took():
     rates = TransferRates()
     assert rates.gigabytes_per_s(b"p", "tcp") is None
     rates.note(b"p", "tcp", 1000, 1e-9)  # too little to say anything

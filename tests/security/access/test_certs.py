@@ -80,7 +80,7 @@ def test_a_process_tells_when_its_certificate_ends(installation, tmp_path):
     assert days_left() is None
 
 
-def test_wrong_use(tmp_path, capsys):
+def test_wrong_names_hosts_and_folders_are_refused(tmp_path, capsys):
     for name in ("a b", "default"):
         assert baton(["certs", "--out", str(tmp_path / "x"), "--tenant", name]) == 2
     renewing = ["certs", "--out", str(tmp_path / "x"), "--renew", str(tmp_path / "none")]

@@ -9,6 +9,7 @@ from baton.service.errors import FailedPrecondition, abort
 from baton.service.net import in_process
 from baton.v1 import worker_pb2 as pb
 from baton.v1 import worker_pb2_grpc
+from tests.support.pace import patience
 
 ADDRESS = "127.0.0.1:9"
 
@@ -40,8 +41,8 @@ def command(instance: bytes) -> pb.Command:
     return pb.Command(hello=pb.Hello(instance=instance))
 
 
-def called(test):
-    """Run `test(servicer, call)` with a call that reaches the servicer."""
+def called(scenario):
+    """Run `scenario(servicer, call)` with a call that reaches the servicer."""
 
     async def run():
         servicer = Echo()
@@ -49,14 +50,14 @@ def called(test):
             channel.serve(servicer)
             async with in_process.channel_to(ADDRESS) as found:
                 call = worker_pb2_grpc.WorkerStub(found).Session()
-                await asyncio.wait_for(test(servicer, call), 30)
+                await asyncio.wait_for(scenario(servicer, call), patience(30))
                 call.cancel()
 
     asyncio.run(run())
 
 
 def test_messages_keep_their_order_and_the_end_stays():
-    async def test(servicer, call):
+    async def scenario(servicer, call):
         for number in range(5):
             await call.write(command(b"%d" % number))
         await call.write(command(b"end"))
@@ -65,7 +66,7 @@ def test_messages_keep_their_order_and_the_end_stays():
         with pytest.raises(asyncio.InvalidStateError):
             await call.write(command(b"late"))
 
-    called(test)
+    called(scenario)
 
 
 @pytest.mark.parametrize(
@@ -76,7 +77,7 @@ def test_messages_keep_their_order_and_the_end_stays():
     ],
 )
 def test_an_error_is_read_behind_what_came_before(instance, code, words):
-    async def test(servicer, call):
+    async def scenario(servicer, call):
         await call.write(command(b"first"))
         await call.write(command(instance))
         assert (await call.read()).hello.instance == b"first"
@@ -85,11 +86,11 @@ def test_an_error_is_read_behind_what_came_before(instance, code, words):
                 await call.read()
             assert (raised.value.code(), raised.value.details()) == (code, words)
 
-    called(test)
+    called(scenario)
 
 
 def test_what_is_not_read_is_not_written():
-    async def test(servicer, call):
+    async def scenario(servicer, call):
         async def write_all():
             for number in range(100):
                 await call.write(command(b"%d" % number))
@@ -100,11 +101,11 @@ def test_what_is_not_read_is_not_written():
         assert [(await call.read()).hello.instance for _ in range(100)] == [b"%d" % number for number in range(100)]
         await writing
 
-    called(test)
+    called(scenario)
 
 
 def test_a_write_that_waits_ends_with_the_call():
-    async def test(servicer, call):
+    async def scenario(servicer, call):
         async def write_all():
             while True:
                 await call.write(command(b"more"))
@@ -114,13 +115,13 @@ def test_a_write_that_waits_ends_with_the_call():
         assert not writing.done()
         call.cancel()
         with pytest.raises(asyncio.InvalidStateError):
-            await asyncio.wait_for(writing, 10)
+            await asyncio.wait_for(writing, patience(10))
 
-    called(test)
+    called(scenario)
 
 
 def test_cancelled_on_both_sides():
-    async def test(servicer, call):
+    async def scenario(servicer, call):
         await call.write(command(b"first"))
         await call.read()
         call.cancel()
@@ -128,7 +129,7 @@ def test_cancelled_on_both_sides():
             await call.read()
         assert servicer.was_cancelled
 
-    called(test)
+    called(scenario)
 
 
 def test_who_does_not_serve_yet_is_unavailable():

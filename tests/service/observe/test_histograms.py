@@ -18,7 +18,7 @@ def samples(text: str, parse, name: str) -> dict[tuple, float]:
     }
 
 
-def test_it_counts_as_theirs_does():
+def test_a_histogram_counts_as_that_of_the_library():
     metrics = Metrics("tiny")
     labels = dict(labelnames=["model_name", "part"], registry=metrics._registry, buckets=TPOT_BUCKETS)
     theirs = prometheus_client.Histogram("theirs", "text", **labels).labels("tiny", "a")

@@ -81,7 +81,7 @@ class GroupHarness:
         self.source.handle_note(1, {"over": self.lease.hex(), "ending": ending})
 
 
-async def test_its_handle_names_each_head_once():
+async def test_the_handle_of_a_group_names_each_head_once():
     harness = await GroupHarness().open()
     assert [part.heads for part in harness.handle.parts] == [range(1), range(1, 2)]
     assert [endpoint.address for part in harness.handle.parts[1:] for endpoint in part.endpoints] == ["rank:2"]

@@ -38,15 +38,19 @@ def test_what_outlasts_the_grace_moves(model):
             asked = await session.stub.Drain(pb.DrainRequest(grace_s=0.1))
             assert (asked.num_sequences, asked.role) == (1, "decode")
             draining = asyncio.create_task(worker.drain_when(asyncio.Event()))
-            with pytest.raises(LegEnded) as ended:
-                await Pair(session, session).gather(session, "long", answer)
-            assert (ended.value.event.code, ended.value.event.reason) == (14, "DRAINING")
-            assert await draining == ""
+            await ends_in_mid_answer(session, answer, draining)
             have = answer.token_ids[0]
             assert have == expected.token_ids[0][: len(have)] and len(have) > 2
             await session.close()
 
     run_bounded(main)
+
+
+async def ends_in_mid_answer(session: Session, answer, draining) -> None:
+    with pytest.raises(LegEnded) as ended:
+        await Pair(session, session).gather(session, "long", answer)
+    assert (ended.value.event.code, ended.value.event.reason) == (14, "DRAINING")
+    assert await draining == ""
 
 
 def slow_down(worker, seconds: float) -> None:
@@ -163,10 +167,7 @@ def test_a_grace_that_was_too_long_can_be_shortened_and_never_lengthened(model):
             draining = asyncio.create_task(worker.drain_when(asyncio.Event()))
             for grace_s in (2000, 0, 0.2, 1000):
                 assert (await session.stub.Drain(pb.DrainRequest(grace_s=grace_s))).num_sequences == 1
-            with pytest.raises(LegEnded) as ended:
-                await Pair(session, session).gather(session, "long", answer)
-            assert ended.value.event.reason == "DRAINING"
-            assert await draining == ""
+            await ends_in_mid_answer(session, answer, draining)
             await session.close()
 
     run_bounded(main)
@@ -182,10 +183,7 @@ def test_a_signal_ends_a_drain_by_the_workers_own_grace_and_without_a_next_role(
             draining = asyncio.create_task(worker.drain_when(stop))
             await asyncio.sleep(0.1)
             stop.set()
-            with pytest.raises(LegEnded) as ended:
-                await Pair(session, session).gather(session, "long", answer)
-            assert ended.value.event.reason == "DRAINING"
-            assert await draining == ""
+            await ends_in_mid_answer(session, answer, draining)
             await session.close()
 
     run_bounded(main)
@@ -228,10 +226,7 @@ def test_a_drain_behind_a_signal_lengthens_nothing_and_brings_no_role(model):
                 await session.stub.Drain(pb.DrainRequest(next_role="prefill", grace_s=3000))
             assert caught.value.details() == "it drains already, to end"
             assert (await session.stub.Drain(pb.DrainRequest(grace_s=3000))).num_sequences == 1
-            with pytest.raises(LegEnded) as ended:
-                await Pair(session, session).gather(session, "long", answer)
-            assert ended.value.event.reason == "DRAINING"
-            assert await draining == ""
+            await ends_in_mid_answer(session, answer, draining)
             await session.close()
 
     run_bounded(main)

@@ -65,7 +65,7 @@ def test_a_text_before_calls_stays_with_them(name):
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_its_control_tokens_are_the_clients(name):
+def test_control_tokens_of_calls_are_the_clients(name):
     rendered = render_origins(ChatTemplate(TEMPLATES[name][0], {}), CONTROLS, CHAT)
     assert "<|end|>" in rendered.text and rendered.of_template == ()
 
