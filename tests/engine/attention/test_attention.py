@@ -117,7 +117,7 @@ def test_tokens_attend_to_their_own_chunk_alone(name, compute, form):
 @pytest.mark.parametrize("name", ["native", "reference"])
 @pytest.mark.parametrize("form", ["fp32", "bf16"])
 @pytest.mark.parametrize("softcap", [None, 3.0])
-def test_a_stored_key_that_is_no_number_makes_rows_that_see_it_none(name, form, softcap):
+def test_rows_that_see_a_nan_key_are_nan(name, form, softcap):
     """As an activation that overflowed leaves it: such an answer must not look well."""
     dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[form]
     backend = made(name, AttentionShape(4, 2, 32, (None,), dtype, softcap=softcap))
