@@ -43,6 +43,7 @@ class FleetWatch:
         self._at_s = NAN
         self._since: dict[str, float] = {}  # when a worker was first seen serving
         self._absent: dict[str, float] = {}  # since when a worker's address has no session
+        self._lost_at: dict[str, float] = {}  # when a worker that served was first without a session
         self._counted: set[str] = set()  # addresses of workers that serve or start
         self.workers: dict[str, list[WorkerLoad]] = {role: [] for role in ROLES}
 
@@ -89,8 +90,10 @@ class FleetWatch:
 
     def with_placed(self, seen: FleetCounters, placed: Iterable[Placed]) -> FleetCounters:
         """Return the counters with placed workers that were not counted added to `starting`: a worker registers, or
-        appears in DNS, only once its model is loaded, and one that drained or is away may be restarting."""
-        uncounted = Counter(worker.role for worker in placed if worker.address not in self._counted)
+        appears in DNS, only once its model is loaded, and one that drained or is away may be restarting. One that
+        served and is away for longer than a start hangs, though its launcher sees a process."""
+        hanging = {address for address, lost_at in self._lost_at.items() if self._at_s - lost_at >= STARTS_S}
+        uncounted = Counter(worker.role for worker in placed if worker.address not in self._counted | hanging)
         return seen._replace(starting={role: seen.starting[role] + uncounted[role] for role in ROLES})
 
     def _count_workers(
@@ -108,9 +111,12 @@ class FleetWatch:
         self.workers, self._counted = {role: [] for role in ROLES}, set()
         known, self._since = self._since, {}
         absent, self._absent = self._absent, {}
+        lost_at, self._lost_at = self._lost_at, {}
         for address, view in found.items():
             if view.state == "connecting":
                 # A worker that was there before is gone or restarts; neither counts as one that was added.
+                if address in known or address in lost_at:
+                    self._lost_at[address] = lost_at.get(address, at_s)
                 since = self._absent[address] = absent.get(address, -math.inf if is_first or address in known else at_s)
                 if at_s - since < STARTS_S:
                     starting[view.role] += 1

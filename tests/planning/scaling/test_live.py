@@ -16,7 +16,7 @@ from baton.cli.planning.model_flags import stored_form
 from baton.engine.models.registry import read_spec
 from baton.planning.scaling.counters import Placed
 from baton.planning.scaling.lease import NAME, LeaderLease
-from baton.planning.scaling.live import WARM_S, FleetWatch, GatewayLook
+from baton.planning.scaling.live import STARTS_S, WARM_S, FleetWatch, GatewayLook
 from baton.planning.scaling.loop import ScalerLoop
 from baton.planning.scaling.scaler import Scaler, ScalerBounds
 from baton.service.security.access import Access
@@ -171,6 +171,21 @@ def test_a_placed_worker_counts_from_the_start():
     seen = watch.note({"a": look(there, uptime=160)}, 60)
     seen = watch.with_placed(seen, [Placed("decode", worker(number).address) for number in (1, 2)])
     assert (seen.serving["decode"], seen.starting["decode"]) == (1, 1)
+
+
+def test_a_placed_worker_that_hangs_counts_no_more():
+    """Its launcher sees a process, and no gateway a session: it counted as starting for ever."""
+    watch = FleetWatch(FlatModel())
+    placed = [Placed("decode", worker(number).address) for number in (1, 2)]
+    watch.note({"a": look([worker(1), worker(2)])}, 0)
+    there = [worker(1), worker(2, state="connecting")]
+    counts = []
+    for at in (60, 60 + STARTS_S / 2, 60 + STARTS_S):
+        seen = watch.with_placed(watch.note({"a": look(there, uptime=100 + at)}, at), placed)
+        counts.append((seen.serving["decode"], seen.starting["decode"]))
+    assert counts == [(1, 1), (1, 1), (1, 0)]
+    seen = watch.note({"a": look([worker(1), worker(2)], uptime=1000)}, 900)
+    assert watch.with_placed(seen, placed).starting["decode"] == 1, "it is back, and not warm yet"
 
 
 def test_a_rate_is_by_its_gateways_clock():
