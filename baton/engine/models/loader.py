@@ -160,17 +160,16 @@ def _least_bytes(
     spec: ModelSpec, shard: Shard, stage: PipelineStage | None, dtype: torch.dtype | None, file_bytes: int
 ) -> int:
     """Return what the weights of one process on a GPU take at least: floats in `dtype`, before any are rounded; None:
-    as they are stored in quantized files of `file_bytes`. A rank has its part of the layers and of the head, and the
-    whole embedding."""
+    as they are stored in quantized files of `file_bytes`, which have embedding and head in 16 bits. A rank has its part
+    of the layers and of the head, and the whole embedding."""
     own = spec if stage is None else replace(spec, layers=tuple(spec.layers[index] for index in stage.layers))
     table = spec.vocab_size * spec.hidden_size
     head = 0 if spec.tied else table
-    num_weights = own.num_layer_weights() // shard.degree
-    if stage is None or stage.index == 0:
-        num_weights += table + head // shard.degree
+    ends = table + head // shard.degree if stage is None or stage.index == 0 else 0
     if dtype is not None:
-        return num_weights * dtype.itemsize
-    return file_bytes * num_weights // (spec.num_layer_weights() + table + head)
+        return (own.num_layer_weights() // shard.degree + ends) * dtype.itemsize
+    of_layers = max(0, file_bytes - 2 * (table + head)) * own.num_layer_weights() // spec.num_layer_weights()
+    return of_layers // shard.degree + 2 * ends
 
 
 def _attention_shape(

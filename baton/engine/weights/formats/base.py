@@ -22,7 +22,7 @@ _ROWS = 4096  # rows of a table compared at a time: a copy of the whole would no
 # Exceptions that a value of quantization_config raises if it has a wrong type or is not a valid expression.
 WRONG_CONFIG = (KeyError, re.error, *WRONG_VALUE)
 BUFFERS = ("rotary_emb.inv_freq",)  # of old folders; computed here instead
-BIAS = "bias"
+BIAS = ".bias"
 OF_MODULES = ("weight", "weight_packed", "_blocks", BIAS)  # ends of names of what a quantized model computes with
 
 
