@@ -318,9 +318,9 @@ class RedisIndex:
                 await self._write_batch(slot, dict(pending[begin : begin + BATCH]))
                 entry.unwritten_for = ""
             except FAILURES as error:
-                entry.unwritten_for = fault_of(error)
                 self._warn("index events were not written", error=describe_error(error))
                 if entry.num_slots == num_slots:
+                    entry.unwritten_for = fault_of(error)
                     entry.put_back(dict(pending[begin:]))
                 return
             if entry.num_slots != num_slots:
