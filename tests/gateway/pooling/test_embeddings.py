@@ -307,6 +307,16 @@ async def test_who_leaves_pays_for_what_workers_have_accepted(cluster, tmp_path,
         c.prefill[0].release(gate)
 
 
+async def test_a_prompt_whose_worker_tells_of_the_deadline_first_is_paid_too(cluster, tmp_path):
+    quotas = tmp_path / "quotas.toml"
+    quotas.write_text("[default]\ntokens_per_s = 0.001\nburst_tokens = 1000\n")
+    async with cluster(quotas=quotas) as c:
+        c.prefill[0].failures["prefill"] = [(4, "DEADLINE_EXCEEDED")]
+        assert (await expect_refusal(embed(c, IDS[0]))).code.name == "DEADLINE_EXCEEDED"
+        await c.until(lambda: not c.pipeline.admission.key_ids)
+        assert 1000 - round(c.gateway._quotas._buckets["default"].balance(now())) == len(IDS[0])
+
+
 async def test_without_a_prefill_worker_there_are_none(cluster):
     async with cluster(num_prefill=0) as c:
         error = await expect_refusal(embed(c, IDS[0]))
