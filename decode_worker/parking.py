@@ -61,7 +61,8 @@ def attach(machine: LegMachine, leg: Leg, payload: tuple[Outbox, pb.Attach]) -> 
     deadline = deadline_of(message.budget_ms)
     leg.request, leg.traceparent = replace(leg.request, deadline=deadline), message.traceparent
     machine.set_deadline(leg, deadline)
-    outbox.reply(pb.Event(granted=pb.Granted(key=message.key)))
+    num_tokens = leg.record.num_tokens(len(message.next_index))
+    outbox.reply(pb.Event(granted=pb.Granted(key=message.key, num_tokens=num_tokens)))
     for run in leg.record.since(leg.key, message.next_index):
         outbox.add_run(run)
     if Owed.ENGINE in leg.owed:

@@ -445,12 +445,14 @@ class Command(_message.Message):
     def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., admit: _Optional[_Union[Admit, _Mapping]] = ..., prefill: _Optional[_Union[Prefill, _Mapping]] = ..., fetch: _Optional[_Union[Fetch, _Mapping]] = ..., start: _Optional[_Union[Start, _Mapping]] = ..., offer: _Optional[_Union[Offer, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., attach: _Optional[_Union[Attach, _Mapping]] = ..., renew_lease: _Optional[_Union[RenewLease, _Mapping]] = ..., subscribe: _Optional[_Union[Subscribe, _Mapping]] = ..., beat: _Optional[_Union[Beat, _Mapping]] = ...) -> None: ...
 
 class Granted(_message.Message):
-    __slots__ = ("key", "num_cached_tokens")
+    __slots__ = ("key", "num_cached_tokens", "num_tokens")
     KEY_FIELD_NUMBER: _ClassVar[int]
     NUM_CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
     key: Key
     num_cached_tokens: int
-    def __init__(self, key: _Optional[_Union[Key, _Mapping]] = ..., num_cached_tokens: _Optional[int] = ...) -> None: ...
+    num_tokens: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, key: _Optional[_Union[Key, _Mapping]] = ..., num_cached_tokens: _Optional[int] = ..., num_tokens: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Refused(_message.Message):
     __slots__ = ("key", "reason", "retry_after_ms")

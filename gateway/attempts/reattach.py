@@ -5,6 +5,7 @@ client resumes ─ Attach to decode workers ────────────
 """
 
 from collections.abc import Iterable
+from typing import NamedTuple
 
 from baton.service.codec import budget_ms
 from baton.v1 import worker_pb2 as pb
@@ -15,6 +16,13 @@ from gateway.link.worker_link import WorkerLink
 
 ATTACH_WAIT_S = 0.5  # a worker answers from memory, and the client waits
 MAX_ASKED = 32  # decode workers that are asked; those with the longest matching prefixes come first
+
+
+class AttachReply(NamedTuple):
+    """What came on a leg that asks a worker for a sequence."""
+
+    leg: WorkerLeg
+    message: object
 
 
 class Reattach:

@@ -33,11 +33,9 @@ def begin_answer(request: RequestContext, event: Occurrence[pb.Done]) -> None:
 
 def add_tokens(request: RequestContext, event: Occurrence[Tokens]) -> None:
     """Add tokens to the answer. Raises Diverged and InvalidRequest."""
-    tokens, record = event.payload, request.record
+    tokens = event.payload
     request.attempt.has_stepped = True
     request.answer.push(tokens.choice, tokens.first_index, tokens.token_ids, tokens.logprobs, tokens.finish_reason)
-    if tokens.first_index == 0 and record.num_repeated_tokens is not None:
-        record.note_repeated(tokens.choice, len(tokens.token_ids))  # all that the worker had comes together
 
 
 def expect_report(request: RequestContext, event: Occurrence[None]) -> RequestState | None:

@@ -12,6 +12,7 @@ from baton.service.clock import now
 from baton.service.errors import BatonError, Unavailable
 from baton.v1 import worker_pb2 as pb
 from gateway.answer.answer import Diverged
+from gateway.attempts.reattach import AttachReply
 from gateway.link.mailbox import Tokens
 from gateway.link.worker_leg import WorkerLeg
 from gateway.orchestration.request_context import RequestContext
@@ -171,7 +172,7 @@ class RequestMachine:
                 request.note_capacity_taken()
             self.happen(message)
         elif request.reattach is not None and leg in request.reattach:
-            self.happen(event_of(message, is_prefill=False), leg)
+            self.happen(event_of(message, is_prefill=False), AttachReply(leg, message))
         elif leg is attempt.decode or leg is attempt.prefill:  # other legs belong to earlier attempts
             if isinstance(message, Tokens):
                 leg.num_unread -= len(message.token_ids)

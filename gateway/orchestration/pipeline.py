@@ -38,11 +38,7 @@ _UNREAD_S = 0.1  # how long after the deadline a write is ended; every other wai
 _SUPERSEDE_S = 1.0  # the longest wait for the end of a superseded stream
 _LOOP_TURNS = 3  # turns of the event loop that a write takes if the client reads without delay
 _OUTPUT_SHARE = 0.02  # weight of one answer in the moving mean of all answers' lengths
-CLIENT_ENDS = (
-    asyncio.CancelledError,
-    Cancelled,
-    DeadlineExceeded,
-)  # raised where a client left or gave too little time
+CLIENT_ENDS = (asyncio.CancelledError, Cancelled, DeadlineExceeded)  # a client left, or gave too little time
 _NO_FEATURES: frozenset[str] = frozenset()
 _text_numbers = itertools.count()  # shared by all models, since they share one admission
 

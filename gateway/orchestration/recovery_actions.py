@@ -7,10 +7,9 @@ from google.rpc import code_pb2
 from baton.service.clock import now
 from baton.v1 import worker_pb2 as pb
 from gateway.attempts.failure_limits import is_draining
-from gateway.attempts.reattach import MAX_ASKED, Reattach
+from gateway.attempts.reattach import MAX_ASKED, AttachReply, Reattach
 from gateway.attempts.suspected_deaths import STALLED
 from gateway.link.mailbox import Lost, Stalled
-from gateway.link.worker_leg import WorkerLeg
 from gateway.orchestration.credit_actions import ask_for_credit
 from gateway.orchestration.request_context import RequestContext
 from gateway.orchestration.states import Occurrence, RequestEvent
@@ -71,23 +70,24 @@ def begin_reattach(request: RequestContext, event: Occurrence[Lost]) -> RequestS
     return _restart_if_exhausted(request, event)
 
 
-def send_attach(request: RequestContext, event: Occurrence[WorkerLeg]) -> RequestState | None:
+def send_attach(request: RequestContext, event: Occurrence[AttachReply]) -> RequestState | None:
     """Send Attach to a worker whose session is up again. Raises BatonError."""
-    request.reattach.send_again(event.payload)
+    request.reattach.send_again(event.payload.leg)
     return _restart_if_exhausted(request, event)
 
 
-def drop_reattach_leg(request: RequestContext, event: Occurrence[WorkerLeg]) -> RequestState | None:
+def drop_reattach_leg(request: RequestContext, event: Occurrence[AttachReply]) -> RequestState | None:
     """Give up on a worker that does not have the sequence; wait for the others that were asked. Raises BatonError."""
-    request.reattach.drop(event.payload)
+    request.reattach.drop(event.payload.leg)
     return _restart_if_exhausted(request, event)
 
 
-def resume_decoding(request: RequestContext, event: Occurrence[WorkerLeg]) -> None:
+def resume_decoding(request: RequestContext, event: Occurrence[AttachReply]) -> None:
     """Continue the answer from the sequence that was found on a worker."""
-    request.attempt.resume(request.reattach.settle_on(event.payload))
+    leg, granted = event.payload
+    request.attempt.resume(request.reattach.settle_on(leg))
     request.reattach = request.lost = None
-    request.record.note_attached()
+    request.record.note_attached(granted.num_tokens)
 
 
 def start_over(request: RequestContext, event: Occurrence[Any]) -> RequestState:

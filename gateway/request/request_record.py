@@ -94,10 +94,8 @@ class RequestRecord:
     def tokens_by_kind(self) -> dict[str, int]:
         """The tokens of the prompt if it was read, how many of them were cached, and the tokens written. For an answer
         whose sequence a worker still had, only new tokens count: the broken stream counted the others."""
-        num_before, has_begun = (
-            self.num_repeated_tokens,
-            self.num_output_tokens > 0 or self.stamps.first_sent is not None,
-        )
+        num_before = self.num_repeated_tokens
+        has_begun = self.num_output_tokens > 0 or self.stamps.first_sent is not None
         was_read = has_begun and num_before is None
         return {
             "input": self.num_prompt_tokens or 0 if was_read else 0,
@@ -111,20 +109,17 @@ class RequestRecord:
         by_kind = self.tokens_by_kind
         return by_kind["input"] + by_kind["output"]
 
-    def note_attached(self) -> None:
-        """Note that the request continues a sequence: it waited for neither credit nor prefill, and nothing of its
-        prompt was computed."""
+    def note_attached(self, num_tokens: Sequence[int]) -> None:
+        """Note that the request continues a sequence, of which a worker has so many tokens of each choice (older
+        workers do not say): it waited for neither credit nor prefill, and nothing of its prompt was computed. What the
+        client has beyond them is only its word."""
         self.num_attached += 1
         self.num_attempts = max(1, self.num_attempts)
         stamps, at = self.stamps, now()
         if stamps.routed is None:
             stamps.routed = stamps.granted = at
             self.num_cached_tokens = self.num_prompt_tokens
-            self.num_repeated_tokens = 0
-
-    def note_repeated(self, choice: int, num_tokens: int) -> None:
-        """Note how many tokens of a choice a worker still had. What the client has beyond them is only its word."""
-        self.num_repeated_tokens += min(num_tokens, self.validated.resume_from[choice])
+            self.num_repeated_tokens = sum(map(min, num_tokens, self.validated.resume_from))
 
     def note_retry(self, worker: str, reason: str) -> None:
         """Note that a worker has refused the request."""

@@ -48,6 +48,11 @@ class TokenRecord:
                 return False
         return True
 
+    def num_tokens(self, num_choices: int) -> list[int]:
+        """Return how many output tokens there are of each choice."""
+        known = map(self._choices.get, range(num_choices))
+        return [1 if choice is None else len(choice.token_ids) for choice in known]
+
     def since(self, key: Key, next_index: Sequence[int]) -> Iterator[TokenRun]:
         """Yield runs of `key` from these output indices on."""
         for choice, index in enumerate(next_index):

@@ -10,6 +10,7 @@ import pytest
 import gateway.orchestration.pipeline
 from baton.v1 import inference_pb2 as pb2
 from baton.v1 import worker_pb2 as pb
+from gateway.attempts.reattach import AttachReply
 from gateway.link.mailbox import Lost, Stalled, Tokens
 from gateway.orchestration.answer_actions import expect_report
 from gateway.orchestration.ending_actions import end_answered
@@ -104,7 +105,7 @@ async def test_every_event_in_every_state(cluster, monkeypatch, state, event):
             request.answer.push(0, 1, EXPECTED[1:], (), pb2.FINISH_REASON_LENGTH)
         if state is RequestState.ATTACHING:
             await c.until(lambda: any("attach" in worker.kinds() for worker in c.decode))
-            machine.happen(event, next(iter(request.reattach._legs)))
+            machine.happen(event, AttachReply(next(iter(request.reattach._legs)), message_of(event)))
         else:
             machine.happen(event, message_of(event))
         assert machine.state in cell.states

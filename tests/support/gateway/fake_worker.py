@@ -412,7 +412,8 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
             return
         self.held.add(key)
         self._specs[key] = self.parked.pop(key[0])
-        session.send(granted=pb.Granted(key=message.key))
+        num_tokens = [self.num_parked_tokens] * spec.sampling.n
+        session.send(granted=pb.Granted(key=message.key, num_tokens=num_tokens))
         choices, first = list(range(spec.sampling.n)), min(message.next_index)
         if first < self.num_parked_tokens:
             output = pb.StepOutput(keys=[key_to_proto(key)])

@@ -23,12 +23,14 @@ def test_tokens_of_an_earlier_attempt_come_first():
     (rest,) = record.since(NEW, [4])
     assert (rest.first_index, rest.token_ids, rest.finish_reason) == (4, (8,), FinishReason.LENGTH)
     assert record.reaches([5]) and not record.reaches([6]) and not list(record.since(NEW, [5]))
+    assert record.num_tokens(1) == [5]
 
 
 def test_a_choice_that_ended_with_its_first_token_elsewhere():
     record = TokenRecord(make(n=2), (FirstToken(1, 6),))
     assert record.reaches([1, 0]) and not record.reaches([0, 0])
     assert [run.choice for run in record.since(NEW, [1, 0])] == [1]
+    assert record.num_tokens(2) == [1, 1]
 
 
 def test_logprobs_of_the_last_tokens_are_kept():
