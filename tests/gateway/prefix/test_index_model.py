@@ -19,6 +19,7 @@ from gateway.prefix.prefix_index import Feed
 from gateway.prefix.redis_index import RedisIndex
 from gateway.prefix.slot_leases import GIVE_UP_S, KV_TTL_S, ORPHAN_S, RETIRED, SLOT_TTL_S
 from gateway.store.redis_client import MAX_BATCH
+from tests.support.gateway.redis_index import entries_of, entry_of
 
 SPANS = [b"%016d" % n + bytes(16) for n in range(12)]
 BEAT_S = 1.0
@@ -190,7 +191,7 @@ class Gateway:
             if worker in self.sessions:
                 worker.seqs[self] = 1
                 self.index.apply(worker.id, pb.BlockEvents(seq=0, snapshot=True, sealed=sorted(worker.held)))
-        for entry in list(self.index._workers.values()):
+        for entry in entries_of(self.index):
             if self.index._may_write(entry):
                 await self.index._write_pending(entry)
 
@@ -314,9 +315,7 @@ class World:
     def check_slots(self) -> None:
         """On a slot that is free no bit is set, but where Redis has forgotten whose it is and they have not yet."""
         entries = [
-            each
-            for gateway in self.gateways
-            for each in (*gateway.index._workers.values(), *gateway.index._left.values())
+            each for gateway in self.gateways for each in (*entries_of(gateway.index), *gateway.index._left.values())
         ]
         returning = {entry.slot for entry in entries if entry.held_at <= self.forgot_at}
         taken = {
@@ -385,10 +384,7 @@ async def test_a_new_worker_inherits_nothing(clock):
     world.rng = random.Random(0)
     first = world.workers[0]
     slots = {
-        entry.worker: entry.slot
-        for gateway in world.gateways
-        for entry in gateway.index._workers.values()
-        if entry.is_ours
+        entry.worker: entry.slot for gateway in world.gateways for entry in entries_of(gateway.index) if entry.is_ours
     }
     world.workers.remove(first)
     for gateway in world.gateways:
@@ -455,7 +451,7 @@ async def test_slots_that_were_read_long_ago_name_nobody(clock):
     world.a_worker_comes()
     world.workers[0].change(sealed=SPANS)
     await world.settle()
-    (reader,) = [gateway for gateway in world.gateways if not gateway.index._workers[world.workers[0].id].is_ours]
+    (reader,) = [gateway for gateway in world.gateways if not entry_of(gateway.index, world.workers[0].id).is_ours]
     cut = Client(world.memory, clock)
     cut.is_cut = True
     reader.index._control = reader.index._slots._client = cut
@@ -471,11 +467,11 @@ async def test_a_writer_stays_one(clock):
     world.a_worker_comes()
     await world.settle()
     worker = world.workers[0].id
-    world.gateways.sort(key=lambda gateway: gateway.index._workers[worker].is_ours)
+    world.gateways.sort(key=lambda gateway: entry_of(gateway.index, worker).is_ours)
     writer = world.memory.get(b"baton:writer:" + worker)
     await world.pass_time(3 * redis_index.WRITER_TTL_S)
     assert world.memory.get(b"baton:writer:" + worker) == writer
-    assert world.gateways[-1].index._workers[worker].num_slots == 1
+    assert entry_of(world.gateways[-1].index, worker).num_slots == 1
 
 
 async def test_a_slow_redis_uses_up_no_slots(clock):
@@ -496,7 +492,7 @@ async def test_a_slow_redis_uses_up_no_slots(clock):
         gateway.client.trip_s = 0.0
     await world.settle()
     await world.check()
-    entries = [entry for gateway in world.gateways for entry in gateway.index._workers.values()]
+    entries = [entry for gateway in world.gateways for entry in entries_of(gateway.index)]
     assert sum(entry.num_slots for entry in entries) <= 2 * len(world.workers)
 
 
@@ -535,9 +531,7 @@ async def test_a_heartbeat_is_a_few_round_trips_however_many_workers_there_are(n
     for _ in range(num_workers):
         world.add_worker()
     await world.settle()
-    writer, reader = sorted(
-        world.gateways, key=lambda gateway: -sum(e.is_ours for e in gateway.index._workers.values())
-    )
+    writer, reader = sorted(world.gateways, key=lambda gateway: -sum(e.is_ours for e in entries_of(gateway.index)))
     for gateway in (writer, reader):
         gateway.client.num_trips = gateway.client.num_commands = 0
         await gateway.live()
@@ -557,7 +551,7 @@ async def test_workers_that_come_at_once_have_slots_within_a_few_round_trips(clo
         gateway.client.num_trips = 0
         await gateway.live()
         assert gateway.client.num_trips < 20
-        assert len({entry.slot for entry in gateway.index._workers.values()} - {None}) == 200
+        assert len({entry.slot for entry in entries_of(gateway.index)} - {None}) == 200
         clock.now += redis_index.WRITER_TTL_S  # it is dead
     values = [world.memory.get(name) for name in world.memory.names() if name.startswith(b"baton:slot:")]
     assert sorted(values) == sorted([worker.id for worker in world.workers] + [RETIRED] * 200)
@@ -570,5 +564,5 @@ async def test_gateways_that_begin_at_once_share_the_slots(clock):
         for number in range(begin, begin + 100):
             gateway.join(Worker(number))
     await asyncio.gather(*(gateway.live() for gateway in world.gateways))
-    slots = [entry.slot for gateway in world.gateways for entry in gateway.index._workers.values()]
+    slots = [entry.slot for gateway in world.gateways for entry in entries_of(gateway.index)]
     assert sorted(slots) == list(range(200))

@@ -18,7 +18,7 @@ from gateway.prefix.slot_leases import KV_TTL_S
 from gateway.prefix.worker_bitmap import NUM_SLOTS, bit_sets, worker_bits_of
 from tests.gateway.calls import generate
 from tests.support.faults.proxy import FaultProxy
-from tests.support.gateway.redis_index import OTHER, SPANS, WORKER, finds, index, snapshot
+from tests.support.gateway.redis_index import OTHER, SPANS, WORKER, entries_of, entry_of, finds, index, snapshot
 from tests.support.redis_server import RedisServer
 from tests.support.waiting import until_async
 
@@ -53,11 +53,11 @@ async def test_long_prompts_are_looked_up_by_samples(server):
         ):  # fmt: skip
             server.client.delete("kv:", *server.client.keys("kv:*"))
             for worker, length in zip((WORKER, OTHER), lengths, strict=True):
-                one._workers[worker].feed.subscribe()
-                one._workers[worker].feed.spans.clear()
+                entry_of(one, worker).feed.subscribe()
+                entry_of(one, worker).feed.spans.clear()
                 one.apply(worker, snapshot(*chain[:length]))
             await until_async(lambda: len(server.client.keys("kv:*")) == max(lengths))
-            await until_async(lambda: not any(entry.pending for entry in one._workers.values()))
+            await until_async(lambda: not any(entry.pending for entry in entries_of(one)))
 
             async def found() -> bool:
                 matches = await one.lookup(chain)
@@ -225,7 +225,7 @@ async def test_a_worker_that_begins_anew_has_nothing_unwritten():
     """One that holds nothing has no batch that could say so."""
     made = RedisIndex("redis://127.0.0.1:1/0", b"a")
     made.join(WORKER, lambda: None)
-    entry = made._workers[WORKER]
+    entry = entry_of(made)
     entry.is_ours, entry.unwritten_for = True, "its memory is full"
     assert made.down == "its memory is full"
     entry.begin(3, 0.0)
@@ -245,7 +245,7 @@ async def test_that_no_slot_is_free_is_told_and_not_at_every_heartbeat(server, s
     async with index(server, b"a") as a:
         a.join(OTHER, lambda: None)
         await until_async(lambda: a.down == "no slot is free")
-        await until_async(lambda: all(entry.num_slots > 5 for entry in a._workers.values()))
+        await until_async(lambda: all(entry.num_slots > 5 for entry in entries_of(a)))
         assert a.down == "no slot is free" and caplog.text.count("no slot is free") == 1
         server.client.delete("baton:slot:3", "baton:slot:4")
         monkeypatch.setattr(slot_leases, "GIVE_UP_S", 0.1)  # the slots had others a moment ago
@@ -261,7 +261,7 @@ async def test_what_cannot_be_written_for_long_takes_no_more_and_more_memory(ser
         await finds(a, WORKER, 20)
         rights = {"enabled": True, "nopass": True, "keys": ["*"], "categories": ["+@all"]}
         server.client.acl_setuser("default", **rights, commands=["-multi"])
-        entry, chains = a._workers[WORKER], [SPANS, *([hashlib.sha256(b"%d" % n).digest()] for n in range(1000))]
+        entry, chains = entry_of(a), [SPANS, *([hashlib.sha256(b"%d" % n).digest()] for n in range(1000))]
         for seq, (old, new) in enumerate(itertools.pairwise(chains), 1):
             a.apply(WORKER, pb.BlockEvents(seq=seq, sealed=new, evicted=old))
             if seq % 100 == 0:
@@ -489,13 +489,13 @@ async def test_a_new_worker_inherits_nothing_of_a_dead_one(server, short_lives):
     nothing."""
     async with index(server, b"a") as a:
         a.join(OTHER, lambda: None)
-        await until_async(lambda: all(entry.slot is not None for entry in a._workers.values()))
+        await until_async(lambda: all(entry.slot is not None for entry in entries_of(a)))
         for worker in (WORKER, OTHER):
-            a._workers[worker].feed.subscribe()
+            entry_of(a, worker).feed.subscribe()
             a.apply(worker, snapshot(*SPANS))
         await finds(a, WORKER, 20)
         await finds(a, OTHER, 20)
-        slot = a._workers[WORKER].slot
+        slot = entry_of(a).slot
         a.drop(WORKER)
         name = f"baton:slot:{slot}"
         await until_async(lambda: server.client.get(name) == slot_leases.RETIRED)
@@ -507,7 +507,7 @@ async def test_a_new_worker_inherits_nothing_of_a_dead_one(server, short_lives):
         await asyncio.sleep(1.2)  # it stays with its last worker for as long as a writer may be silent
         new = b"n" * 24
         a.join(new, lambda: None)
-        await until_async(lambda: a._workers[new].slot == slot)
+        await until_async(lambda: entry_of(a, new).slot == slot)
         assert (await a.lookup(SPANS)).get(new, 0) == 0
 
 
@@ -518,7 +518,7 @@ async def test_one_key_of_another_kind_holds_up_no_others(server):
         a.apply(WORKER, snapshot(*SPANS))
         await finds(a, WORKER, 3)
         await finds(a, WORKER, 16, SPANS[4:])
-        assert not a._workers[WORKER].pending
+        assert not entry_of(a).pending
 
 
 async def test_a_batch_that_fails_is_written_again(server, caplog):
@@ -541,13 +541,13 @@ async def test_another_writer_takes_another_slot(server):
         await until_async(lambda: a.snapshots)
         a.apply(WORKER, snapshot(*SPANS))
         await finds(a, WORKER, 20)
-        slot = a._workers[WORKER].slot
+        slot = entry_of(a).slot
     server.client.delete(b"baton:writer:" + WORKER)
     async with index(server, b"b") as b:
         await until_async(lambda: b.snapshots)
         b.apply(WORKER, snapshot(*SPANS[:4]))
         await finds(b, WORKER, 4)
-        assert b._workers[WORKER].slot != slot
+        assert entry_of(b).slot != slot
         assert server.client.get(f"baton:slot:{slot}") == slot_leases.RETIRED
 
 

@@ -5,6 +5,7 @@ import contextlib
 import hashlib
 
 from baton.v1 import worker_pb2 as pb
+from gateway.prefix.indexed_worker import IndexedWorker
 from gateway.prefix.redis_index import RedisIndex
 from tests.support.waiting import until_async
 
@@ -30,6 +31,15 @@ async def index(server, name: bytes, worker: bytes | None = WORKER, fingerprint:
     finally:
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
+
+
+def entry_of(index: RedisIndex, worker: bytes = WORKER) -> IndexedWorker:
+    """Return what an index knows of a worker whose session it has."""
+    return index._workers[worker]
+
+
+def entries_of(index: RedisIndex) -> list[IndexedWorker]:
+    return list(index._workers.values())
 
 
 def snapshot(*spans) -> pb.BlockEvents:
