@@ -39,6 +39,7 @@ OPTIONS = ("--num-blocks", "96", "--threads", "1", "--lease-ttl-s", f"{LEASE_S:g
 NUM_PROBES = 5
 RECOVERY_TIMEOUT_S = patience(60.0)  # for what must come: a hang, if it does not
 _VOCAB = 1000
+_LEGEND = "\n(docs/faults.md#how says what I-1 to I-9 are)"
 
 
 class ProxiedStack(Stack):
@@ -332,7 +333,7 @@ class Case:
         faults += [f"I-6 {line}" for line in self._complaints()]
         faults += check_privacy(await self.world.aside(self.world.pages))
         self.outcome = "kept" if not faults else faults[0].split("\n")[0]
-        assert not faults, f"{self.name}: {self.promise}\n" + "\n".join(faults[:20])
+        assert not faults, f"{self.name}: {self.promise}\n" + "\n".join(faults[:20]) + _LEGEND
 
     async def end(self) -> None:
         """End all processes and proxies: nothing is left for the next case."""
