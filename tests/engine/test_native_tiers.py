@@ -1,5 +1,4 @@
-"""Choose the instruction tier of native kernels, and run their suites, parity and an end-to-end file at every tier
-below the machine's best: at the lowest one in twenty of their tests, in `make test-long` all at each."""
+"""Choose the instruction tier of native kernels, build a library for it, and keep it in the cache."""
 
 import errno
 import fcntl
@@ -24,19 +23,7 @@ from baton.engine.native.tier import TIERS as ALL_TIERS
 from baton.engine.native.tier import available, missing, tiers_for, tiers_of
 from tests.support.model_folders.weight_forms import FORMS
 from tests.support.pace import patience
-from tests.support.process import ROOT
 
-SUITES = (
-    "tests/engine/layers/test_linear_kernels.py",
-    "tests/engine/layers/test_leaves.py",
-    "tests/engine/layers/test_row_invariance.py",
-    "tests/engine/attention/test_attention.py",
-    "tests/engine/kv/test_stored_forms.py",
-    "tests/engine/models/test_parity_models.py",
-    "tests/engine/adapters/test_lora.py",
-    "tests/engine/speculation/test_heads.py",
-    "tests/e2e/requests/test_split_equals_whole.py",
-)
 TIERS = [tier for tier in ALL_TIERS if tier.machine == platform.machine()]
 NAMES = [tier.name for tier in tiers_for("x86_64")]
 V3 = "fpu avx avx2 fma f16c bmi1 bmi2 abm movbe"
@@ -290,21 +277,6 @@ def test_who_waits_for_a_build_says_so_and_waits_for_no_other(tmp_path, monkeypa
             time.sleep(0.01)
         fcntl.flock(lock, fcntl.LOCK_UN)
         assert waiting.result(patience(10)) == path
-
-
-@pytest.mark.skipif(len(OWN) < 2, reason=f"this processor has {len(OWN)} of the tiers")
-@pytest.mark.timeout(1800)
-@pytest.mark.parametrize(
-    ("tier", "every"),
-    [(tier.name, 20) for tier in OWN[:-1][:1]]
-    + [pytest.param(tier.name, 1, marks=pytest.mark.long) for tier in OWN[:-1]],
-)
-def test_suites_at_a_lower_tier(tier, every):
-    """All in one process: most of a file's time at one test in a few was the imports."""
-    argv = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "--every", str(every), *SUITES]
-    done = subprocess.run(argv, cwd=ROOT, env=os.environ | {"BATON_ISA": tier}, capture_output=True, text=True)
-    assert not done.returncode, (done.stdout + done.stderr)[-6000:]
-    assert " passed" in done.stdout and "failed" not in done.stdout
 
 
 @pytest.mark.skipif(len(OWN) < 2, reason=f"this processor has {len(OWN)} of the tiers")
