@@ -11,13 +11,13 @@ from transformers import LlamaForCausalLM
 
 from baton.engine.core.config import EngineConfig
 from baton.engine.core.model_errors import ModelError
-from baton.engine.core.request import Refusal
 from baton.engine.engine import Engine
 from baton.engine.ranks.spawn import OwnMemory
 from baton.engine.start_line import start_details, start_line
 from kvtransfer.layout import NumericsClass
 from tests.support.engine.collector import Collector, run_to_end
 from tests.support.engine.handover import check_handed_over, hand_over
+from tests.support.engine.serving import submit
 from tests.support.engine.tiny_engine import TINY_VOCAB, load_tiny, tiny_prompt
 from tests.support.engine.toy_engine import engine_request
 from tests.support.model_folders.families import save_tiny
@@ -71,12 +71,7 @@ def submit_all(engine: Engine, requests, chance: random.Random | None = None) ->
     """Submits as the engine takes them, a few steps apart where a chance is given."""
     records = Collector()
     for request in requests:
-        while True:
-            try:
-                engine.submit(request)
-                break
-            except Refusal:
-                records.take(engine.step())
+        submit(engine, request, records)
         for _ in range(chance.randint(0, 12) if chance else 0):
             records.take(engine.step())
     return run_to_end(engine, collector=records)

@@ -11,13 +11,14 @@ from hypothesis import strategies as st
 from baton import failpoints
 from baton.engine import native
 from baton.engine.core.config import EngineConfig
-from baton.engine.core.request import PrefillDone, Refusal, TokenRun
+from baton.engine.core.request import PrefillDone, TokenRun
 from baton.engine.engine import Engine
 from baton.engine.execute import multi_step
 from baton.engine.schedule.inbox import Stop
 from baton.engine.speculation.control import controller
 from tests.engine.sampling.sample_rows import any_params
 from tests.support.engine.collector import Collector, run_to_end
+from tests.support.engine.serving import submit
 from tests.support.engine.toy_engine import engine_request
 from tests.support.model_folders.families import make_adapter, make_folder, save_tiny
 
@@ -231,12 +232,7 @@ def test_a_small_pool_preempts_as_with_single_steps(folder):
     for is_single in (False, True):
         engine, records = load(folder, is_single, **options), Collector()
         for request in requests:
-            while True:
-                try:
-                    engine.submit(request)
-                    break
-                except Refusal:
-                    records.take(engine.step())
+            submit(engine, request, records)
         run_to_end(engine, collector=records)
         assert sum(records[request.key].ended.report.num_preemptions for request in requests) > 0
         answers.append([records[request.key].answer() for request in requests])

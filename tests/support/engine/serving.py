@@ -74,18 +74,23 @@ def check_answers(records: Collector, requests) -> None:
         assert record.answer() == toy_answer(request), request.key
 
 
+def submit(engine, request, records: Collector) -> None:
+    """Submit a request, after the steps that the engine takes to have room for it."""
+    while True:
+        try:
+            engine.submit(request)
+            return
+        except Refusal:
+            records.take(engine.step())
+
+
 def serve(engine, requests, chance: random.Random | None = None, cancel: float = 0.0) -> tuple[Collector, set]:
     """Submit as the engine takes them, and look at its integrity now and then. Returns records and what was
     cancelled."""
     records, cancelled = Collector(), set()
     chance = chance or random.Random(0)
     for request in requests:
-        while True:
-            try:
-                engine.submit(request)
-                break
-            except Refusal:
-                records.take(engine.step())
+        submit(engine, request, records)
         if chance.random() < 0.2:
             records.take(engine.step())
             engine.check_integrity()
