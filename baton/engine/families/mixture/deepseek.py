@@ -69,7 +69,7 @@ def _spec(config: Config, family: str, router: dict[str, Any], renormalized: boo
         qkv_bias=bias, output_bias=bias, attention_scale=_scale(latent, rope), num_extra_layers=num_extra,
         predictor=PredictorSpec(LayerSpec(experts=experts), around) if num_extra else None,
     )  # fmt: skip
-    return replace(spec, num_kv_heads=1)
+    return replace(spec, num_kv_heads=1, head_dim=latent.row_dim)  # folders may name a head_dim of their own
 
 
 def _scale(latent: LatentSpec, rope: RopeSpec) -> float:
